@@ -1,3 +1,27 @@
 """Credit assignment for reinforcement learning as Triton kernels."""
 
+from .functional import (
+    affine_scan,
+    compute_discounted_returns,
+    compute_eligibility_traces,
+    compute_episodic_prefix_sum,
+    compute_gae,
+    compute_lambda_returns,
+    compute_retrace,
+    compute_retrace_from_log_probs,
+    compute_vtrace,
+)
+
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "affine_scan",
+    "compute_discounted_returns",
+    "compute_eligibility_traces",
+    "compute_episodic_prefix_sum",
+    "compute_gae",
+    "compute_lambda_returns",
+    "compute_retrace",
+    "compute_retrace_from_log_probs",
+    "compute_vtrace",
+]
