@@ -1,0 +1,154 @@
+"""Every function against the float64 loop: optional inputs, sizes, forms of gamma and lambda."""
+
+import pytest
+import torch
+from cases import (
+    ALL_CHOICES,
+    FULL,
+    FUNCTIONS,
+    TOLERANCE,
+    as_tuple,
+    assert_close,
+    call,
+    choice_id,
+    oracle,
+    problem,
+)
+
+import rl_triton
+
+ON_CPU = not torch.cuda.is_available()
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 1000, 1023, 1025, 4097)
+BATCHES = (1, 2, 31, 33, 65536, 70000)
+
+
+def check(name, **setting):
+    kwargs = problem(name, **setting)
+    actual = call(getattr(rl_triton, name), kwargs)
+    assert_close(actual, oracle(name, kwargs), setting.get("time_dim", -1))
+
+
+def skip_what_the_interpreter_is_too_slow_for(path, rows):
+    if path == "kernel" and ON_CPU and rows > 600:
+        pytest.skip("the interpreter takes about 0.1 s per 1024 rows of a program")
+
+
+@pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
+def test_optional_inputs(path, device, name, given):
+    check(name, batch=(3,), T=9, given=given, device=device)
+
+
+@pytest.mark.parametrize("time_dim", [-1, 0])
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_lengths(path, device, name, given, T, time_dim):
+    skip_what_the_interpreter_is_too_slow_for(path, T)
+    check(name, batch=(3,), T=T, given=given, time_dim=time_dim, device=device)
+
+
+@pytest.mark.parametrize("time_dim", [-1, 0])
+@pytest.mark.parametrize("N", BATCHES)
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_batches(path, device, name, given, N, time_dim):
+    skip_what_the_interpreter_is_too_slow_for(path, N)
+    check(name, batch=(N,), T=3, given=given, time_dim=time_dim, device=device)
+
+
+@pytest.mark.parametrize("boundary", ["ends_at", "starts_at"])
+@pytest.mark.parametrize("given", [(), ("seed_values", "valid")], ids=choice_id)
+def test_boundary(path, device, boundary, given):
+    check("compute_episodic_prefix_sum", T=33, given=given, boundary=boundary, device=device)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("given", [(), ("init",)], ids=choice_id)
+def test_scan_direction(path, device, reverse, given):
+    check("affine_scan", T=33, given=given, reverse=reverse, device=device)
+
+
+@pytest.mark.parametrize(
+    "bars", [(1.0, 1.0, None), (2.0, 0.5, 1.2), (0.5, 2.0, 0.0), (float("inf"), 0.0, 3.0)]
+)
+def test_clipping_bounds(path, device, bars):
+    rho_bar, c_bar, rho_pg_bar = bars
+    check(
+        "compute_vtrace",
+        given=("truncateds",),
+        rho_bar=rho_bar,
+        c_bar=c_bar,
+        rho_pg_bar=rho_pg_bar,
+        device=device,
+    )
+    for name in ("compute_retrace", "compute_retrace_from_log_probs"):
+        check(name, given=("truncateds",), rho_bar=rho_bar, c_bar=c_bar, device=device)
+
+
+def coefficient(form, low, high, *, batch, T):
+    """A coefficient for `[batch, T]` inputs in the given form."""
+    size = {"float": (), "0-d": (), "per env": (batch, 1), "per step": (1, T), "full": (batch, T)}[form]
+    value = low + (high - low) * torch.rand(size, generator=torch.Generator().manual_seed(batch + T))
+    return value.item() if form == "float" else value
+
+
+FORMS = {"float": (), "0-d": (), "per env": (3, 1), "per step": (1, 9), "full": (3, 9)}
+DECAYING = [
+    (name, given) for name, given in FULL if name not in ("compute_episodic_prefix_sum", "affine_scan")
+]
+
+
+def coefficient(form, low, high, device):
+    """A coefficient between the bounds for `[3, 9]` inputs."""
+    value = low + (high - low) * torch.rand(FORMS[form], generator=torch.Generator().manual_seed(0))
+    return value.item() if form == "float" else value.to(device)
+
+
+@pytest.mark.parametrize("lambda_form", FORMS)
+@pytest.mark.parametrize("gamma_form", FORMS)
+@pytest.mark.parametrize(("name", "given"), DECAYING, ids=choice_id)
+def test_forms_of_gamma_and_lambda(path, device, name, given, gamma_form, lambda_form):
+    check(
+        name,
+        batch=(3,),
+        T=9,
+        given=given,
+        device=device,
+        **coefficients(
+            name, coefficient(gamma_form, 0.8, 1, device), coefficient(lambda_form, 0.5, 1, device)
+        ),
+    )
+
+
+def coefficients(name, gamma, lambda_):
+    """Discounted returns take no lambda."""
+    return {"gamma": gamma} if name == "compute_discounted_returns" else {"gamma": gamma, "lambda_": lambda_}
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lambda_"), [(0.0, 0.9), (0.9, 0.0), (0.0, 0.0), (1.0, 1.0), (9e-10, 1.0), (1, 0)]
+)
+@pytest.mark.parametrize(("name", "given"), DECAYING, ids=choice_id)
+def test_edges_of_gamma_and_lambda(path, device, name, given, gamma, lambda_):
+    check(name, T=17, given=given, device=device, **coefficients(name, gamma, lambda_))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float32_error_at_4096_rows(name, device):
+    check(name, batch=(2,), T=4096, device=device)
+
+
+@pytest.mark.parametrize("gamma", [0.99, 0.9999])
+def test_float64_keeps_its_precision(path, device, gamma):
+    T = 257 if path == "kernel" and ON_CPU else 4096
+    check("compute_gae", batch=(2,), T=T, dtype=torch.float64, gamma=gamma, lambda_=gamma, device=device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_an_error_above_the_tolerance_is_noticed(dtype):
+    kwargs = problem("compute_gae", dtype=dtype)
+    expected = oracle("compute_gae", kwargs)
+    off = 2 * sum(TOLERANCE[dtype]) * max(1, expected[0].abs().max())
+    assert_close(tuple(x.to(dtype) for x in expected), expected)
+    with pytest.raises(AssertionError):
+        assert_close(tuple((x + off).to(dtype) for x in expected), expected)
+    with pytest.raises(AssertionError):
+        assert_close(as_tuple(torch.full_like(expected[0], torch.nan)), expected)
