@@ -1,0 +1,27 @@
+"""GAE, backward: `A[t] = r + gamma v' - v + [not cut] gamma lambda A[t+1]`; target `A + v`."""
+
+import triton
+import triton.language as tl
+
+from .tile import scale, store
+from .transition import discounts, next_value, step_value, transition
+
+
+@triton.jit
+def gae_terms(
+    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
+    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
+    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
+    value = step_value(x.values, strides.values, at, valid, DTYPE)
+    v_next = next_value(x, strides, at, T, terminated, truncated, cut, DTYPE)
+    delta = step_value(x.rewards, strides.rewards, at, valid, DTYPE) + scale(g, v_next) - value
+    return delta, decay, (value,)
+
+
+@triton.jit
+def emit_gae(outputs, stride, at, y, ahead, kept):
+    store(outputs[0], stride, at, y)
+    if outputs[1] is not None:
+        store(outputs[1], stride, at, y + kept[0])
