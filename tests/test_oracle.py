@@ -83,17 +83,9 @@ def test_clipping_bounds(path, device, bars):
         check(name, given=("truncateds",), rho_bar=rho_bar, c_bar=c_bar, device=device)
 
 
-def coefficient(form, low, high, *, batch, T):
-    """A coefficient for `[batch, T]` inputs in the given form."""
-    size = {"float": (), "0-d": (), "per env": (batch, 1), "per step": (1, T), "full": (batch, T)}[form]
-    value = low + (high - low) * torch.rand(size, generator=torch.Generator().manual_seed(batch + T))
-    return value.item() if form == "float" else value
-
-
 FORMS = {"float": (), "0-d": (), "per env": (3, 1), "per step": (1, 9), "full": (3, 9)}
-DECAYING = [
-    (name, given) for name, given in FULL if name not in ("compute_episodic_prefix_sum", "affine_scan")
-]
+UNDECAYED = ("compute_episodic_prefix_sum", "affine_scan")
+DECAYING = [(name, given) for name, given in FULL if name not in UNDECAYED]
 
 
 def coefficient(form, low, high, device):
@@ -106,16 +98,8 @@ def coefficient(form, low, high, device):
 @pytest.mark.parametrize("gamma_form", FORMS)
 @pytest.mark.parametrize(("name", "given"), DECAYING, ids=choice_id)
 def test_forms_of_gamma_and_lambda(path, device, name, given, gamma_form, lambda_form):
-    check(
-        name,
-        batch=(3,),
-        T=9,
-        given=given,
-        device=device,
-        **coefficients(
-            name, coefficient(gamma_form, 0.8, 1, device), coefficient(lambda_form, 0.5, 1, device)
-        ),
-    )
+    gamma, lambda_ = coefficient(gamma_form, 0.8, 1.0, device), coefficient(lambda_form, 0.5, 1.0, device)
+    check(name, batch=(3,), T=9, given=given, device=device, **coefficients(name, gamma, lambda_))
 
 
 def coefficients(name, gamma, lambda_):
