@@ -1,0 +1,162 @@
+"""TD(lambda) and TD(1) in place of TorchRL's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from tensordict.nn import dispatch
+from torch import Tensor
+from torchrl.objectives import value as torchrl_value
+from torchrl.objectives.value.advantages import (
+    _self_set_grad_enabled,
+    _self_set_skip_existing,
+    _standardize_by_group,
+)
+
+from rl_triton import compute_discounted_returns, compute_lambda_returns
+
+from ._common import Estimator, last_row, match_rank, shift, standardize
+
+__all__ = ["TD1Estimator", "TDLambdaEstimator"]
+
+
+class _ReturnEstimator(Estimator):
+    """The return is the value target; the advantage is what it exceeds the value by."""
+
+    average_rewards: bool
+    _reward_eps: float
+
+    @_self_set_skip_existing
+    @_self_set_grad_enabled
+    @dispatch
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+        time_dim: int | None = None,
+    ) -> TensorDictBase:
+        """Write advantages and value targets.
+
+        Raises:
+            KeyError: if the reward, the end flags or the group ids are missing.
+            ValueError: if a value is missing and there is no network to compute it.
+        """
+        following = self._next(tensordict)
+        time_dim = self._get_time_dim(time_dim, tensordict)
+        value, next_value, bootstrap = self._values(tensordict, following, params, target_params, time_dim)
+        target = self._estimate(tensordict, following, value, next_value, bootstrap, time_dim)
+        advantage = target - value
+        valid = self._valid(tensordict, advantage)
+        tensordict.set(
+            self.tensor_keys.advantage, advantage if valid is None else advantage.masked_fill(~valid, 0)
+        )
+        tensordict.set(self.tensor_keys.value_target, target)
+        return tensordict
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        target_params: TensorDictBase | None = None,
+        next_value: Tensor | None = None,
+        time_dim: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The returns alone; `next_value`, where given, is used in place of the tensordict's or the network's."""
+        following = self._next(tensordict)
+        value = bootstrap = None
+        if next_value is None:
+            bootstrap = following.get(self.tensor_keys.bootstrap, None)
+            if bootstrap is None:
+                next_value = self._next_value(tensordict, target_params, kwargs)
+            else:
+                value = self._root_value(tensordict, target_params)
+        time_dim = self._get_time_dim(time_dim, tensordict)
+        return self._estimate(tensordict, following, value, next_value, bootstrap, time_dim)
+
+    def _estimate(
+        self,
+        tensordict: TensorDictBase,
+        following: TensorDictBase,
+        value: Tensor | None,
+        next_value: Tensor | None,
+        bootstrap: Tensor | None,
+        time_dim: int,
+    ) -> Tensor:
+        reward = self._reward(following)
+        gamma = self._gamma(tensordict, reward)
+        if self.average_rewards:
+            reward = self._standardized(tensordict, reward)
+            # Whoever reads the rewards later sees the ones that the returns are made of.
+            following.set(self.tensor_keys.reward, reward)
+        if bootstrap is not None:
+            bootstrap = match_rank(bootstrap, reward)
+        done, terminated = self._ends(tensordict, following, time_dim)
+        options = {"valid": self._valid(tensordict, reward), "time_dim": time_dim}
+        return self._returns(reward, value, next_value, bootstrap, terminated, done, gamma, options)
+
+    def _standardized(self, tensordict: TensorDictBase, reward: Tensor) -> Tensor:
+        groups = self._group_ids(tensordict)
+        valid = tensordict.get(self.tensor_keys.valid, None)
+        if valid is not None:
+            valid = match_rank(valid != 0, reward).expand_as(reward)
+        if groups is not None:
+            return _standardize_by_group(reward, groups, valid, self._reward_eps)
+        if valid is not None:
+            return standardize(reward, valid, eps=self._reward_eps)
+        return (reward - reward.mean()) / reward.std().clamp_min(self._reward_eps)
+
+    def _returns(
+        self,
+        reward: Tensor,
+        value: Tensor | None,
+        next_value: Tensor | None,
+        bootstrap: Tensor | None,
+        terminated: Tensor,
+        done: Tensor,
+        gamma: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+class TDLambdaEstimator(_ReturnEstimator, torchrl_value.TDLambdaEstimator):
+    """TorchRL's `TDLambdaEstimator` with the recursion in one kernel.
+
+    `G[t] = r + (1 - terminated) gamma ((1 - lmbda) V(s') + lmbda G[t+1])`, with `V(s')` for `G[t+1]` where the episode or
+    the window ends.
+
+    Takes all arguments of TorchRL's class, and `single_pass` and `bootstrap_budget`. `vectorized` is accepted
+    and changes nothing.
+
+    Reference: Sutton and Barto, 2018, chapter 12
+    """
+
+    _reward_eps = 1e-4
+
+    def _returns(self, reward, value, next_value, bootstrap, terminated, done, gamma, options):
+        last = None
+        if next_value is None:
+            last = last_row(bootstrap, options["time_dim"])
+            next_value = shift(value, last, options["time_dim"])
+        lmbda = self._coefficient("lmbda", reward.device)
+        return compute_lambda_returns(
+            reward, next_value, terminated, done, gamma, lmbda, bootstrap, last_value=last, **options
+        )
+
+
+class TD1Estimator(_ReturnEstimator, torchrl_value.TD1Estimator):
+    """TorchRL's `TD1Estimator` with the recursion in one kernel.
+
+    `G[t] = r + (1 - terminated) gamma G[t+1]`, with `V(s')` for `G[t+1]` where the episode or the window ends.
+
+    Takes all arguments of TorchRL's class, and `single_pass` and `bootstrap_budget`.
+    """
+
+    _reward_eps = 1e-5
+
+    def _returns(self, reward, value, next_value, bootstrap, terminated, done, gamma, options):
+        bootstrap = next_value if bootstrap is None else bootstrap
+        return compute_discounted_returns(reward, terminated, done, gamma, bootstrap, **options)
