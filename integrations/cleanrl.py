@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from rl_triton import compute_gae
@@ -24,13 +26,13 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of a rollout, from the variables of a CleanRL loop as they stand.
 
-    `A[t] = r[t] + γ v' − v[t] + γ λ A[t+1]`, without `v'` and `A[t+1]` where the step at row t ended an episode;
-    `returns = A + v`.
+    `A[t] = r[t] + γ v' − v[t] + γ λ A[t+1]`, without `v'` and `A[t+1]` where the step at row t ended an
+    episode; `returns = A + v`.
 
-    `dones[t]` says that observation t opens an episode, so the step at row t ended one where `dones[t+1]` is set,
-    and in the last row where `next_done` is. `dones[0]` belongs to the window before. One flag for both ends
-    treats a time limit as a death; `terminateds` and `truncateds` tell them apart and are not shifted: row t
-    says how the step at row t ended. With them `dones` and `next_done` are not read and may be `None`.
+    `dones[t]` says that observation t opens an episode, so the step at row t ended one where `dones[t+1]` is
+    set, and in the last row where `next_done` is. `dones[0]` belongs to the window before. One flag for both
+    ends treats a time limit as a death; `terminateds` and `truncateds` tell them apart and are not shifted:
+    row t says how the step at row t ended. With them `dones` and `next_done` are not read and may be `None`.
 
     Args:
         rewards, values, dones: `[T, N]`; `values[t]` is `V` of observation t.
@@ -38,8 +40,8 @@ def gae(
             observation opens an episode. Not read in envs whose last step ended one.
         gamma, gae_lambda: numbers or tensors, as `rl_triton.compute_gae` takes them.
         terminateds, truncateds: `[T, N]`, any dtype; where both are set, termination wins.
-        final_values: `[T, N]`, required with `truncateds`: `V` of the final observation in truncated rows, read
-            nowhere else.
+        final_values: `[T, N]`, required with `truncateds`: `V` of the final observation in truncated rows,
+            read nowhere else.
 
     Returns:
         `(advantages, returns)`, `[T, N]`.
@@ -54,13 +56,18 @@ def gae(
 
     >>> advantages, returns = gae(rewards, values, dones, next_value, next_done, gamma=0.99, gae_lambda=0.95)
     """
-    per_step = {"values": values}
-    per_env = {"next_value": next_value}
+    per_step: dict[str, Any] = {"values": values}
+    per_env: dict[str, Any] = {"next_value": next_value}
     if terminateds is None:
         for name, value in (("truncateds", truncateds), ("final_values", final_values)):
             if value is not None:
                 raise ValueError(f"{name} is read beside terminateds, which must be given too")
+        if dones is None or next_done is None:
+            missing = "dones" if dones is None else "next_done"
+            raise TypeError(f"{missing} must be a torch.Tensor unless terminateds is given, got None")
         per_step["dones"], per_env["next_done"] = dones, next_done
+        check_rollout(rewards, per_step, per_env, gae_lambda)
+        terminateds = shift(dones, next_done)
     else:
         per_step["terminateds"] = terminateds
         if (truncateds is None) != (final_values is None):
@@ -70,12 +77,12 @@ def gae(
             )
         if truncateds is not None:
             per_step["truncateds"], per_step["final_values"] = truncateds, final_values
-    check_rollout(rewards, per_step, per_env, gae_lambda)
+        check_rollout(rewards, per_step, per_env, gae_lambda)
 
-    return compute_gae(
+    advantages, returns = compute_gae(
         rewards,
         values,
-        shift(dones, next_done) if terminateds is None else terminateds,
+        terminateds,
         truncateds,
         gamma,
         gae_lambda,
@@ -84,3 +91,4 @@ def gae(
         time_dim=0,
         return_targets=True,
     )
+    return advantages, returns

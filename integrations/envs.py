@@ -42,23 +42,23 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     """A batch of environments whose state, observations, rewards and flags are tensors on one device.
 
     `step` takes a tensor (or array) of actions and returns `(observations, rewards, terminateds, truncateds,
-    infos)`: float32 `[num_envs, ...]`, float32 and bool `[num_envs]`. It neither synchronises with the host nor
-    returns a view of the state.
+    infos)`: float32 `[num_envs, ...]`, float32 and bool `[num_envs]`. It neither synchronises with the host
+    nor returns a view of the state.
 
-    - Same-step autoreset: an env that ends returns the first observation of its next episode;
-      `infos["final_obs"]` holds the observations really reached, of every env, and `infos["_final_obs"]` marks
+    - Same-step autoreset: an env that ends returns the first observation of its next episode.
+      `infos["final_obs"]` holds the observations really reached, of every env; `infos["_final_obs"]` marks
       those that ended.
     - Next-step: an env that ended resets in the following step, whatever its action, with reward 0.
-    - Disabled: an env that ended waits for `reset(options={"reset_mask": mask})`, `mask` bool `[num_envs]`; until
-      then its steps change nothing and give reward 0 and the same flags.
+    - Disabled: an env that ended waits for `reset(options={"reset_mask": mask})`, `mask` bool `[num_envs]`;
+      until then its steps change nothing, with reward 0 and the flags it ended with.
 
-    A new environment is in the first state of unseeded episodes. `reset(seed=...)` seeds `generator`, the only
+    A new environment stands at the start of unseeded episodes. `reset(seed=...)` seeds `generator`, the only
     source of randomness.
 
-    For `torch.compile` and functional use, `transition` is a pure function of state, actions and fresh states;
-    `env.transition = torch.compile(env.transition)` speeds up `step`. For CUDA graphs, the state lives in buffers
-    that `step` and `reset` update in place: call `graph.register_generator_state(env.generator)` before the
-    capture, and the graph may hold any number of steps.
+    `transition` is `step` as a pure function of state, actions and initial physics, which `torch.compile`
+    takes as one graph: `env.transition = torch.compile(env.transition)` speeds up `step`. For CUDA graphs,
+    the state lives in buffers that are updated in place; after
+    `graph.register_generator_state(env.generator)` a capture may hold any number of steps.
 
     Args:
         num_envs: rows of the batch.
@@ -131,7 +131,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Start new episodes, in all envs or where `options["reset_mask"]` is set, and return all observations."""
+        """Start new episodes in all envs, or where `options["reset_mask"]` is set."""
         options = options or {}
         if unknown := options.keys() - {"reset_mask"}:
             raise ValueError(f"options may hold 'reset_mask' alone, got {sorted(unknown)}")
@@ -160,22 +160,22 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
         if state_dict.keys() != expected.keys():
             raise ValueError(f"state_dict must have the keys {sorted(expected)}, got {sorted(state_dict)}")
         for name, value in expected.items():
-            if state_dict[name].shape != value.shape:
-                raise ValueError(
-                    f"state_dict[{name!r}] must have shape {list(value.shape)}, got {list(state_dict[name].shape)}"
-                )
+            want, got = list(value.shape), list(state_dict[name].shape)
+            if got != want:
+                raise ValueError(f"state_dict[{name!r}] must have shape {want}, got {got}")
         self._set_state(State(*(state_dict[name] for name in State._fields)))
         self.generator.set_state(state_dict["generator"].cpu())
 
     def _as_actions(self, actions: Tensor | np.ndarray) -> Tensor:
-        actions = torch.as_tensor(actions, device=self.device)
+        tensor = torch.as_tensor(actions, device=self.device)
         discrete = isinstance(self.single_action_space, gym.spaces.Discrete)
-        if actions.is_floating_point() == discrete or actions.shape != self.action_space.shape:
+        shape = (self.num_envs, *(self.single_action_space.shape or ()))
+        if tensor.is_floating_point() == discrete or tensor.shape != shape:
             raise ValueError(
-                f"actions must be {'integers' if discrete else 'floats'} of shape {list(self.action_space.shape)}, "
-                f"got {actions.dtype} of shape {list(actions.shape)}"
+                f"actions must be {'integers' if discrete else 'floats'} of shape {list(shape)}, "
+                f"got {tensor.dtype} of shape {list(tensor.shape)}"
             )
-        return actions
+        return tensor
 
     def _opening(self, physics: Tensor) -> State:
         elapsed = torch.zeros(self.num_envs, dtype=torch.int64, device=self.device)
@@ -196,7 +196,8 @@ class CartPole(TorchVectorEnv):
     Observations are cart position, cart velocity, pole angle and its velocity. The reward is 1 per step; an
     episode terminates when the cart leaves ±2.4 or the pole ±12 degrees.
 
-    Barto, Sutton, Anderson, Neuronlike Adaptive Elements That Can Solve Difficult Learning Control Problems, 1983.
+    Barto, Sutton, Anderson, Neuronlike Adaptive Elements That Can Solve Difficult Learning Control Problems,
+    1983.
     """
 
     gravity = 9.8
