@@ -1,0 +1,124 @@
+"""Gradients of every function to every floating input."""
+
+import pytest
+import torch
+from cases import ALL_CHOICES, FULL, call, choice_id, oracle, problem
+from poison import fill, floating, poisonable, unread
+
+import rl_triton
+
+
+def with_gradients(kwargs, keys):
+    return kwargs | {key: kwargs[key].detach().clone().requires_grad_() for key in keys}
+
+
+def gradients(outputs, kwargs, keys):
+    """The gradient of a fixed random combination of the outputs."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for y in outputs]
+    return torch.autograd.grad(outputs, [kwargs[key] for key in keys], weights)
+
+
+@pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
+def test_gradcheck(device, name, given):
+    kwargs = poisonable(name, given, batch=(2,), T=4, dtype=torch.float64, device=device)
+    keys = floating(kwargs)
+    kwargs = with_gradients({k: x.double() if k in keys else x for k, x in kwargs.items()}, keys)
+
+    def function(*inputs):
+        return call(getattr(rl_triton, name), kwargs | dict(zip(keys, inputs, strict=True)))
+
+    assert torch.autograd.gradcheck(function, [kwargs[key] for key in keys], fast_mode=True)
+
+
+@pytest.mark.parametrize("time_dim", [-1, 0])
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_gradients_are_those_of_the_loop(path, device, name, given, time_dim):
+    kwargs = poisonable(name, given, T=17, time_dim=time_dim, device=device)
+    keys = floating(kwargs)
+    kwargs = with_gradients(kwargs, keys)
+    expected = gradients(oracle(name, kwargs), kwargs, keys)
+    actual = gradients(call(getattr(rl_triton, name), kwargs), kwargs, keys)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [(), (3, 1), (1, 9), (3, 9)], ids=["0-d", "per env", "per step", "full"])
+def test_gradients_to_every_form_of_gamma(path, device, form):
+    kwargs = problem("compute_gae", T=9, device=device)
+    generator = torch.Generator().manual_seed(0)
+    for key in ("gamma", "lambda_"):
+        kwargs[key] = (0.5 + 0.5 * torch.rand(form, generator=generator)).to(device)
+    keys = ("gamma", "lambda_")
+    kwargs = with_gradients(kwargs, keys)
+    expected = gradients(oracle("compute_gae", kwargs), kwargs, keys)
+    actual = gradients(call(rl_triton.compute_gae, kwargs), kwargs, keys)
+    for got, want in zip(actual, expected, strict=True):
+        assert got.shape == form
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
+@pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
+def test_unread_slots_get_exactly_zero(path, device, name, given, zeros):
+    kwargs = poisonable(name, given, zeros=zeros, device=device)
+    masks = unread(name, kwargs)
+    keys = floating(kwargs)
+    for value in (torch.nan, torch.inf):
+        filled = with_gradients(fill(kwargs, masks, value), keys)
+        actual = gradients(call(getattr(rl_triton, name), filled), filled, keys)
+        for key, gradient in zip(keys, actual, strict=True):
+            assert (gradient[masks[key]] == 0).all(), key
+            assert gradient.isfinite().all(), key
+
+
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_one_input_alone(device, name, given):
+    """A gradient to one input is the same whether or not the others ask for theirs."""
+    kwargs = poisonable(name, given, device=device)
+    keys = floating(kwargs)
+    together = with_gradients(kwargs, keys)
+    expected = gradients(call(getattr(rl_triton, name), together), together, keys)
+    for key, want in zip(keys, expected, strict=True):
+        alone = with_gradients(kwargs, [key])
+        torch.testing.assert_close(gradients(call(getattr(rl_triton, name), alone), alone, [key])[0], want)
+
+
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_no_graph_unless_it_is_asked_for(path, device, name, given):
+    kwargs = poisonable(name, given, device=device)
+    asking = with_gradients(kwargs, floating(kwargs))
+    function = getattr(rl_triton, name)
+    assert all(y.requires_grad for y in call(function, asking))
+    assert not any(y.requires_grad for y in call(function, kwargs))
+    with torch.no_grad():
+        assert not any(y.requires_grad for y in call(function, asking))
+    with torch.inference_mode():
+        assert all(y.is_inference() for y in call(function, asking))
+
+
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_outputs_with_and_without_a_graph_agree(path, device, name, given):
+    kwargs = poisonable(name, given, T=17, device=device)
+    function = getattr(rl_triton, name)
+    with_graph = call(function, with_gradients(kwargs, floating(kwargs)))
+    for got, want in zip(with_graph, call(function, kwargs), strict=True):
+        torch.testing.assert_close(got.detach(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_have_the_dtype_of_their_input(path, device, dtype):
+    kwargs = problem("compute_gae", dtype=dtype, device=device)
+    kwargs = with_gradients(kwargs, ("rewards", "values"))
+    assert all(
+        g.dtype == dtype
+        for g in gradients(call(rl_triton.compute_gae, kwargs), kwargs, ("rewards", "values"))
+    )
+
+
+@pytest.mark.parametrize(("batch", "T"), [((3,), 0), ((0,), 4)])
+def test_empty_gradients(path, device, batch, T):
+    kwargs = with_gradients(problem("compute_gae", batch, T, device=device), ("rewards", "values"))
+    for gradient in gradients(call(rl_triton.compute_gae, kwargs), kwargs, ("rewards", "values")):
+        assert gradient.shape == (*batch, T)
