@@ -144,11 +144,9 @@ def _fused_fake(
     options: list[int],
     time_dim: int,
 ) -> list[Tensor]:
-    _, x = _unpack(name, inputs, numbers)
+    algorithm, x = _unpack(name, inputs, numbers)
     layout = resolve(x, time_dim)
-    return [
-        x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(kernels.output_count(name, options))
-    ]
+    return [x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(algorithm.outputs(options))]
 
 
 for _name, _implementation, _fake in (("affine_scan", _scan, _scan_fake), ("fused", _fused, _fused_fake)):

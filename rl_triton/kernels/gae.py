@@ -14,7 +14,7 @@ def gae_terms(
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
     g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
-    value = step_value(x.values, strides.values, at, valid, DTYPE)
+    value = step_value(x.value, strides.value, at, valid, DTYPE)
     v_next = next_value(x, strides, at, T, terminated, truncated, cut, DTYPE)
     delta = step_value(x.rewards, strides.rewards, at, valid, DTYPE) + scale(g, v_next) - value
     return delta, decay, (value,)

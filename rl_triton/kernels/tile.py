@@ -105,26 +105,26 @@ def edge(value, column, at_column):
 
 
 @triton.jit
-def neighbours(value, outside, column, REVERSE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """The column before each one in scan order; `outside` before the first."""
-    if BLOCK_T == 1:
-        return outside
-    elif REVERSE:
-        index = tl.minimum(column + 1, BLOCK_T - 1)
-        ahead = tl.gather(value, tl.broadcast_to(index, value.shape), axis=1)
-        return tl.where(column == BLOCK_T - 1, outside, ahead)
-    else:
-        index = tl.maximum(column - 1, 0)
-        behind = tl.gather(value, tl.broadcast_to(index, value.shape), axis=1)
-        return tl.where(column == 0, outside, behind)
+def combine_exclusive(a1, b1, pa1, pb1, a2, b2, pa2, pb2):
+    """`combine`, beside the map of everything before the second operand's last row."""
+    a, b = combine(a1, b1, a2, b2)
+    pa, pb = combine(a1, b1, pa2, pb2)
+    return a, b, pa, pb
 
 
 @triton.jit
-def scan_columns(a, b, REVERSE: tl.constexpr, BLOCK_T: tl.constexpr):
+def scan_columns(a, b, carry, REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Scan the maps of all columns: the state after each one, the state before it if asked for, and the map's b."""
     if BLOCK_T == 1:
-        return a, b
+        return a + scale(b, carry), carry + tl.zeros_like(a), b
+    elif EXCLUSIVE:
+        none = tl.zeros_like(a)
+        a, b, pa, pb = tl.associative_scan((a, b, none, none + 1.0), 1, combine_exclusive, reverse=REVERSE)
+        return a + scale(b, carry), pa + scale(pb, carry), b
     else:
-        return tl.associative_scan((a, b), 1, combine, reverse=REVERSE)
+        a, b = tl.associative_scan((a, b), 1, combine, reverse=REVERSE)
+        after = a + scale(b, carry)
+        return after, after, b
 
 
 @triton.jit(do_not_specialize=["B", "T", "F", "A", "length", "chunks"])
@@ -154,6 +154,7 @@ def scan_kernel(
     OPTION: tl.constexpr,
     DTYPE: tl.constexpr,
     AXES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PHASE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -161,6 +162,12 @@ def scan_kernel(
     BLOCK_A: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    if ALIGNED:
+        # Lets the compiler see that masks change every 16 elements at most, so that loads stay vectors.
+        if AXES == "features":
+            F = F // 16 * 16
+        else:
+            T = T // 16 * 16
     chunk = tl.program_id(0) % chunks
     group = (tl.program_id(0) // chunks).to(tl.int64)
     lane = tl.arange(0, BLOCK_N)[:, None]
@@ -200,19 +207,20 @@ def scan_kernel(
         outermost: tl.constexpr = 0 if REVERSE else BLOCK_C - 1
         carry = edge(map_a, c, outermost) + scale(edge(map_b, c, outermost), carry)
 
-    start = chunk.to(T.dtype) * length
-    stop = tl.minimum(start + length, T)
-    blocks = tl.cdiv(stop - start, BLOCK_T * STEPS)
+    # Chunks are whole numbers of blocks.
+    per_chunk = tl.cdiv(length, BLOCK_T * STEPS)
+    first = chunk.to(T.dtype) * per_chunk
+    blocks = tl.minimum(per_chunk, tl.cdiv(T, BLOCK_T * STEPS) - first)
     for block in range(blocks):
-        index = blocks - 1 - block if REVERSE else block
-        base = start + index * (BLOCK_T * STEPS) + column * STEPS
+        index = first + (blocks - 1 - block if REVERSE else block)
+        base = index * (BLOCK_T * STEPS) + column * STEPS
 
         seg_a = tl.zeros([BLOCK_N, BLOCK_T], DTYPE)
         seg_b = seg_a + 1.0
         walked = ()
         for step in tl.static_range(STEPS):
             t = base + (STEPS - 1 - step if REVERSE else step)
-            in_time = t < stop
+            in_time = t < T
             at = (b, f, t, in_rows, in_time)
             a_t, b_t, kept = TERMS(
                 x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A
@@ -231,19 +239,16 @@ def scan_kernel(
                 seg_a, seg_b = combine(seg_a, seg_b, a_t, b_t)
             walked = walked + ((seg_a, seg_b, kept),)
 
-        scan_a, scan_b = scan_columns(seg_a, seg_b, REVERSE, BLOCK_T)
-        after = scan_a + scale(scan_b, carry)
+        after, entering, factors = scan_columns(
+            seg_a, seg_b, carry, REVERSE, PHASE != REDUCE and (LOOKS_AHEAD or STEPS > 1), BLOCK_T
+        )
         if PHASE == REDUCE:
-            factor = combine(zeros, factor, zeros, edge(scan_b, column, first_column))[1]
+            factor = combine(zeros, factor, zeros, edge(factors, column, first_column))[1]
         else:
-            if STEPS > 1 or LOOKS_AHEAD:
-                entering = neighbours(after, carry, column, REVERSE, BLOCK_T)
-            else:
-                entering = after
             ahead = entering
             for step in tl.static_range(STEPS):
                 t = base + (STEPS - 1 - step if REVERSE else step)
-                at = (b, f, t, in_rows, t < stop)
+                at = (b, f, t, in_rows, t < T)
                 if STEPS == 1:
                     y = after
                 else:

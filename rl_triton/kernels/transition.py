@@ -45,8 +45,8 @@ def next_value(x, strides, at, T, terminated, truncated, cut, DTYPE: tl.constexp
     value = tl.zeros([1, 1], DTYPE)
     if x.next_values is not None:
         value = load(x.next_values, strides.next_values, at, DTYPE)
-    elif x.values is not None:
-        value = tl.where(cut, 0.0, load(x.values, strides.values, shifted(at, T, 1), DTYPE))
+    elif x.value is not None:
+        value = tl.where(cut, 0.0, load(x.value, strides.value, shifted(at, T, 1), DTYPE))
     if x.bootstrap_values is not None:
         needed = cut
         if x.next_values is not None:
