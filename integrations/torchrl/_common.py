@@ -1,21 +1,20 @@
 """What the estimators here share: flags of any dtype, masks, and where the value of s'_t comes from.
 
-TorchRL calls the value network on every root and every next observation. The value of row t's next
-observation is needed from a call of its own only where row t+1 does not hold it: where the episode is
-truncated, before an invalid row, and in the last row. `Estimator` can leave the other calls out.
+TorchRL calls the value network on every root and every next observation. The next observation of row t
+needs a call of its own only where row t+1 does not hold it: where the episode is truncated, before an
+invalid row, and in the last row. `Estimator` can leave the other calls out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import ValueEstimatorBase
@@ -30,6 +29,11 @@ def own_fields(cls: Keys) -> Keys:
     return cls
 
 
+def optional(data: TensorDictBase, key: NestedKey) -> Tensor | None:
+    """An entry that is mostly absent: to look for it first costs less than a `get` that finds nothing."""
+    return data.get(key) if key in data else None
+
+
 def as_bool(flags: Tensor) -> Tensor:
     return flags if flags.dtype == torch.bool else flags != 0
 
@@ -41,13 +45,13 @@ def match_rank(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor
 
 
+def last_row(values: Tensor, time_dim: int) -> Tensor:
+    return values.narrow(time_dim, values.shape[time_dim] - 1, 1)
+
+
 def shift(values: Tensor, last: Tensor, time_dim: int) -> Tensor:
     """`values[t+1]` in row t, and `last` (a time axis of size 1) in the last row."""
     return torch.cat([values.narrow(time_dim, 1, values.shape[time_dim] - 1), last], time_dim)
-
-
-def last_row(values: Tensor, time_dim: int) -> Tensor:
-    return values.narrow(time_dim, values.shape[time_dim] - 1, 1)
 
 
 def standardize(x: Tensor, valid: Tensor, dims: tuple[int, ...] | None = None, eps: float = 1e-4) -> Tensor:
@@ -62,7 +66,7 @@ def standardize(x: Tensor, valid: Tensor, dims: tuple[int, ...] | None = None, e
 
 
 def finite_next(root: TensorDictBase, following: TensorDictBase, in_keys: list[NestedKey]) -> TensorDictBase:
-    """Replace NaN entries of next observations by the root's, without asking the device whether there are any.
+    """Replace NaN in next observations by the root's, without asking the device whether there is any.
 
     Collectors that store observations once leave NaN behind the end of a trajectory. Where the episode
     terminated the value is not read; where it was truncated, `V(s_t)` stands in for a bootstrap.
@@ -94,7 +98,8 @@ class Estimator(ValueEstimatorBase):
     Keys, on top of TorchRL's (`set_keys`):
         bootstrap: under `"next"`, `V(s'_t)` in truncated rows and the last row; other rows are not read.
             With this entry no next observation is valued.
-        truncated: under `"next"`. Read where `done` or `terminated` is absent, and where it is not the default.
+        truncated: under `"next"`. Read if `done` or `terminated` is absent, or if it has another name
+            than the default one, which rollouts hold inside `done` already.
         valid: in the root. Rows that are no transitions: they output 0 and enter no statistics.
     """
 
@@ -118,7 +123,8 @@ class Estimator(ValueEstimatorBase):
     def _next(self, tensordict: TensorDictBase) -> TensorDictBase:
         if tensordict.batch_dims < 1:
             raise RuntimeError(
-                f"the input tensordict must have at least one dimension, got batch_size={tensordict.batch_size}"
+                "Expected input tensordict to have at least one dimension, got "
+                f"tensordict.batch_size = {tensordict.batch_size}"
             )
         following = tensordict.get("next", None)
         if following is None:
@@ -132,12 +138,12 @@ class Estimator(ValueEstimatorBase):
         return reward
 
     def _flags(self, following: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """`(done, terminated)`, whichever two of done, terminated and truncated the data holds."""
+        """`(done, terminated)`, from what the data holds of done, terminated and truncated."""
         keys = self.tensor_keys
         done, terminated = following.get(keys.done, None), following.get(keys.terminated, None)
         if done is not None and terminated is not None and keys.truncated == "truncated":
             return done, terminated
-        truncated = following.get(keys.truncated, None)
+        truncated = optional(following, keys.truncated)
         if done is None and terminated is None:
             raise KeyError(f"the tensordict has no entry {('next', keys.done)!r}")
         if terminated is None:
@@ -171,16 +177,18 @@ class Estimator(ValueEstimatorBase):
     def _gamma(self, tensordict: TensorDictBase, reward: Tensor) -> Tensor:
         """The discount of each row: gamma to the power of the steps that the row stands for."""
         gamma = self._coefficient("gamma", reward.device)
-        steps = tensordict.get(self.tensor_keys.steps_to_next_obs, None)
+        steps = optional(tensordict, self.tensor_keys.steps_to_next_obs)
         return gamma if steps is None else gamma ** steps.view_as(reward)
 
     def _valid(self, tensordict: TensorDictBase, like: Tensor) -> Tensor | None:
-        """The rows that count, from the user's mask and from a budget that ran out."""
-        masks = (tensordict.get(self.tensor_keys.valid, None), tensordict.get("shifted_valid", None))
-        valid, shifted = (None if mask is None else match_rank(as_bool(mask), like) for mask in masks)
-        if valid is None or shifted is None:
-            return shifted if valid is None else valid
-        return valid & shifted
+        """The rows that count, by the user's mask and by a budget that ran out."""
+        valid, shifted = optional(tensordict, self.tensor_keys.valid), optional(tensordict, "shifted_valid")
+        if valid is not None:
+            valid = match_rank(as_bool(valid), like)
+        if shifted is None:
+            return valid
+        shifted = match_rank(shifted, like)
+        return shifted if valid is None else valid & shifted
 
     def _values(
         self,
@@ -191,35 +199,36 @@ class Estimator(ValueEstimatorBase):
         time_dim: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`(value, next_value, bootstrap)`: of the last two the one that serves, the other is None."""
-        keys = self.tensor_keys
-        bootstrap = following.get(keys.bootstrap, None)
+        key = self.tensor_keys.value
+        bootstrap = optional(following, self.tensor_keys.bootstrap)
         if bootstrap is not None:
             value = self._root_value(tensordict, params)
             return value, None, match_rank(bootstrap, value)
         if self.value_network is None:
-            next_value = following.get(keys.value, None)
+            value, next_value = self._root_value(tensordict, params), following.get(key, None)
             if next_value is None:
-                raise self._missing(("next", keys.value))
-            return self._root_value(tensordict, params), next_value, None
+                raise self._missing(("next", key))
+            return value, next_value, None
 
-        once = self.single_pass or self.bootstrap_budget is not None
-        if once and target_params is not None and target_params is not params:
-            raise ValueError("target_params need a second pass over the data: leave single_pass off")
-        if params is not None:
-            params = params.detach()
-            if target_params is None:
-                target_params = params.clone(False)
-        # Gradients may reach the network's inputs, but not the parameters it holds.
-        with hold_out_net(self.value_network) if params is target_params is None else nullcontext():
-            if once:
-                value, next_value, valid = self._call_value_net_once(tensordict, following, params, time_dim)
-            else:
+        if self.single_pass or self.bootstrap_budget is not None:
+            if target_params is not None and target_params is not params:
+                raise ValueError(
+                    "target_params need a second pass: leave single_pass and bootstrap_budget off"
+                )
+            value, next_value, valid = self._call_value_net_once(tensordict, following, params, time_dim)
+        else:
+            if params is not None:
+                params = params.detach()
+                if target_params is None:
+                    target_params = params.clone(False)
+            own = params is None and target_params is None
+            with hold_out_net(self.value_network) if own else nullcontext():
                 value, next_value, valid = self._call_value_nets(
                     tensordict,
                     params,
                     target_params,
                     self.shifted,
-                    keys.value,
+                    key,
                     detach_next=True,
                     vmap_randomness=self.vmap_randomness,
                     time_dim=time_dim,
@@ -235,17 +244,13 @@ class Estimator(ValueEstimatorBase):
         )
 
     def _root_value(self, tensordict: TensorDictBase, params: TensorDictBase | None) -> Tensor:
-        net, key = self.value_network, self.tensor_keys.value
-        if net is None:
+        key = self.tensor_keys.value
+        if self.value_network is None:
             value = tensordict.get(key, None)
             if value is None:
                 raise ValueError(f"The tensor with key {key} is missing, and no value network was provided.")
             return value
-        with (
-            hold_out_net(net)
-            if params is None
-            else params.detach().to_module(net, preserve_module_state=False)
-        ):
+        with self._network(params) as net:
             value = self._run(net, tensordict.select(*net.in_keys, key, strict=False), key)
         tensordict.set(key, value)
         return value
@@ -267,13 +272,23 @@ class Estimator(ValueEstimatorBase):
     def _sanitize_next_obs_nan(data: TensorDictBase, in_keys: list[NestedKey]) -> TensorDictBase:
         return data.copy().set("next", finite_next(data, data.get("next"), in_keys))
 
-    def _run(self, value_net: Callable, data: TensorDictBase, value_key: NestedKey) -> Tensor:
+    @contextmanager
+    def _network(self, params: TensorDictBase | None) -> Iterator[TensorDictModuleBase]:
+        """The value network, with `params` or its own; gradients reach its inputs, not the parameters."""
+        net = self.value_network
+        with (
+            hold_out_net(net)
+            if params is None
+            else params.detach().to_module(net, preserve_module_state=False)
+        ):
+            yield net
+
+    def _run(self, net: Callable, data: TensorDictBase, key: NestedKey) -> Tensor:
         """The network's values, in as many calls as the chunk options ask for."""
         if self.value_chunk_size is None and self.num_chunks is None:
-            return value_net(data).get(value_key)
+            return net(data).get(key)
         dim = self._resolve_value_chunk_dim(data.ndim)
-        chunks = self._split_value_net_input(data)
-        return torch.cat([value_net(chunk).get(value_key) for chunk in chunks], dim)
+        return torch.cat([net(chunk).get(key) for chunk in self._split_value_net_input(data)], dim)
 
     def _call_value_nets(
         self,
@@ -290,7 +305,7 @@ class Estimator(ValueEstimatorBase):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """TorchRL's two streams, as two plain calls where the parameters are the network's own.
 
-        Under `vmap` recurrent, convolutional and dropout layers fail or need special care.
+        Under `vmap` recurrent layers and dropout fail or need special care.
         """
         net = self.value_network if value_net is None else value_net
         valid = None
@@ -308,7 +323,7 @@ class Estimator(ValueEstimatorBase):
             root = data.select(*net.in_keys, value_key, strict=False)
             following = data.get("next").select(*net.in_keys, value_key, strict=False)
             following = finite_next(root, following, net.in_keys)
-            if "is_init" in root.keys():
+            if "is_init" in root:
                 # The stream of next observations starts anew where the root's does.
                 following.set("is_init", following.get("is_init") | root.get("is_init"))
             value, next_value = self._run(net, root, value_key), self._run(net, following, value_key)
@@ -331,9 +346,9 @@ class Estimator(ValueEstimatorBase):
     def _needs_bootstrap(self, data: TensorDictBase, following: TensorDictBase, time_dim: int) -> Tensor:
         """Where, in the shape of the batch, row t+1 does not hold the value of row t's next observation."""
         done, terminated = (as_bool(flags) for flags in self._flags(following))
-        ends, last = torch.zeros_like(done), torch.ones_like(last_row(done, time_dim))
-        ends = shift(ends, last, time_dim) | done
-        valid = data.get(self.tensor_keys.valid, None)
+        inner = done.narrow(time_dim, 0, done.shape[time_dim] - 1)
+        ends = torch.cat([inner, torch.ones_like(last_row(done, time_dim))], time_dim)
+        valid = optional(data, self.tensor_keys.valid)
         if valid is not None:
             valid = match_rank(as_bool(valid), done)
             ends = valid & (ends | ~shift(valid, last_row(valid, time_dim), time_dim))
@@ -347,34 +362,35 @@ class Estimator(ValueEstimatorBase):
         params: TensorDictBase | None,
         time_dim: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        net, key = self.value_network, self.tensor_keys.value
-        root = data.select(*net.in_keys, key, strict=False)
-        successors = following.select(*net.in_keys, key, strict=False)
+        key = self.tensor_keys.value
         needed = self._needs_bootstrap(data, following, time_dim)
-        recurrent = "is_init" in net.in_keys
-        with nullcontext() if params is None else params.to_module(net, preserve_module_state=False):
-            call = self._value_sequences if recurrent else self._value_rows
-            value, next_value, valid = call(root, successors, needed, time_dim)
+        with self._network(params) as net:
+            root, successors = (td.select(*net.in_keys, key, strict=False) for td in (data, following))
+            call = self._value_sequences if "is_init" in net.in_keys else self._value_rows
+            value, next_value, valid = call(net, root, successors, needed, time_dim)
         data.set(key, value)
         following.set(key, next_value)
         return value, next_value.detach(), None if self.bootstrap_budget is None else valid
 
     def _value_rows(
-        self, root: TensorDictBase, successors: TensorDictBase, needed: Tensor, time_dim: int
+        self,
+        net: TensorDictModuleBase,
+        root: TensorDictBase,
+        successors: TensorDictBase,
+        needed: Tensor,
+        time_dim: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value the root, and a list of as many next observations as are needed or allowed."""
-        net, key = self.value_network, self.tensor_keys.value
+        key = self.tensor_keys.value
         value = self._run(net, root, key)
+        held = shift(value, last_row(value, time_dim), time_dim)
         order = needed.flatten().cumsum(0)
         budget = int(order[-1]) if self.bootstrap_budget is None else self.bootstrap_budget
-        held = shift(value, last_row(value, time_dim), time_dim)
         if budget == 0:
             return value, held, torch.ones_like(needed)
-        # The k-th needed row is the first with k of them up to it; a budget not used up repeats the last row.
-        wanted = torch.arange(1, budget + 1, device=order.device)
-        rows = torch.unravel_index(
-            torch.searchsorted(order, wanted).clamp_max(order.numel() - 1), needed.shape
-        )
+        # The k-th needed row is the first with k of them up to it; unused budget repeats the last row.
+        rows = torch.searchsorted(order, torch.arange(1, budget + 1, device=order.device))
+        rows = torch.unravel_index(rows.clamp_max(order.numel() - 1), needed.shape)
         bootstrap = net(finite_next(root[rows], successors[rows], net.in_keys)).get(key)
         order = order.view_as(needed)
         granted = needed & (order <= budget)
@@ -382,35 +398,35 @@ class Estimator(ValueEstimatorBase):
         return value, torch.where(match_rank(granted, value), bootstrap, held), granted | ~needed
 
     def _value_sequences(
-        self, root: TensorDictBase, successors: TensorDictBase, needed: Tensor, time_dim: int
+        self,
+        net: TensorDictModuleBase,
+        root: TensorDictBase,
+        successors: TensorDictBase,
+        needed: Tensor,
+        time_dim: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value sequences in which each needed next observation stands between its row and the next one."""
-        net, key = self.value_network, self.tensor_keys.value
+        key = self.tensor_keys.value
         steps = needed.shape[time_dim]
-        before = needed.cumsum(time_dim) - needed.long()
-        if self.bootstrap_budget is None:
-            extra = int(last_row(before, time_dim).max()) + 1
-        else:
-            extra = self.bootstrap_budget
-        # A next observation goes on in its row's episode; the root's markers open the next one.
+        before = (needed.cumsum(time_dim) - needed.long()).movedim(time_dim, -1)
+        extra = self.bootstrap_budget
+        if extra is None:
+            extra = int(before[..., -1].max()) + 1
+        if key not in root or key not in successors:
+            root, successors = (td.exclude(key) for td in (root, successors))
+        # A next observation belongs to its row's episode; only the root's marks open another.
         successors = finite_next(root, successors, net.in_keys)
         successors.set("is_init", torch.zeros_like(root.get("is_init")))
 
-        slots = before + torch.arange(steps, device=needed.device).view(
-            [-1] + [1] * (needed.dim() - 1 - time_dim)
-        )
-        slots = slots.movedim(time_dim, -1).contiguous()
-        positions = (
-            torch.arange(steps + extra, device=needed.device).expand(*slots.shape[:-1], -1).contiguous()
-        )
-        row = torch.searchsorted(slots, positions, right=True) - 1
+        slots = (before + torch.arange(steps, device=needed.device)).contiguous()
+        positions = torch.arange(steps + extra, device=needed.device).expand(*slots.shape[:-1], -1)
+        row = torch.searchsorted(slots, positions.contiguous(), right=True) - 1
         inserted = slots.gather(-1, row) != positions
         source = (row + steps * inserted).movedim(-1, time_dim)
-        inputs = torch.cat([root, successors], time_dim).gather(time_dim, source)
-        values = self._run(net, inputs, key)
+        values = self._run(net, torch.cat([root, successors], time_dim).gather(time_dim, source), key)
 
         slots = slots.movedim(-1, time_dim)
-        valid = slots + 1 < steps + extra
         index = match_rank(slots.clamp_max(steps + extra - 2), values)
         index = index.expand(*needed.shape, *values.shape[needed.dim() :])
+        valid = slots + 1 < steps + extra
         return values.gather(time_dim, index), values.gather(time_dim, index + 1), valid

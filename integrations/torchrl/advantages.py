@@ -25,8 +25,8 @@ class GAE(Estimator, torchrl_value.GAE):
     `A[t] = r + (1 - terminated) gamma V(s') - V(s) + (1 - done) gamma lmbda A[t+1]`, target `A + V(s)`.
 
     Takes all arguments of TorchRL's class, and `single_pass` and `bootstrap_budget`. `vectorized` is accepted
-    and changes nothing. Flags may have any dtype, reward and flags may broadcast to the value, nothing
-    behind a terminated row is read, and `("next", "truncated")` with `auto_reset_env` bootstraps no terminated row.
+    and changes nothing. Flags may have any dtype, reward and flags may broadcast to the value, and nothing
+    behind a terminated row is read, with `auto_reset_env` too.
 
     Reference: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """

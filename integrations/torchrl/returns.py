@@ -64,7 +64,7 @@ class _ReturnEstimator(Estimator):
         time_dim: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The returns alone; `next_value`, where given, is used in place of the tensordict's or the network's."""
+        """The returns alone; `next_value`, if given, replaces the tensordict's entry and the network's."""
         following = self._next(tensordict)
         value = bootstrap = None
         if next_value is None:
@@ -125,8 +125,8 @@ class _ReturnEstimator(Estimator):
 class TDLambdaEstimator(_ReturnEstimator, torchrl_value.TDLambdaEstimator):
     """TorchRL's `TDLambdaEstimator` with the recursion in one kernel.
 
-    `G[t] = r + (1 - terminated) gamma ((1 - lmbda) V(s') + lmbda G[t+1])`, with `V(s')` for `G[t+1]` where the episode or
-    the window ends.
+    `G[t] = r + (1 - terminated) gamma ((1 - lmbda) V(s') + lmbda G[t+1])`, with `V(s')` for `G[t+1]` where
+    the episode or the window ends.
 
     Takes all arguments of TorchRL's class, and `single_pass` and `bootstrap_budget`. `vectorized` is accepted
     and changes nothing.
@@ -150,7 +150,8 @@ class TDLambdaEstimator(_ReturnEstimator, torchrl_value.TDLambdaEstimator):
 class TD1Estimator(_ReturnEstimator, torchrl_value.TD1Estimator):
     """TorchRL's `TD1Estimator` with the recursion in one kernel.
 
-    `G[t] = r + (1 - terminated) gamma G[t+1]`, with `V(s')` for `G[t+1]` where the episode or the window ends.
+    `G[t] = r + (1 - terminated) gamma G[t+1]`, with `V(s')` for `G[t+1]` where the episode or the window
+    ends.
 
     Takes all arguments of TorchRL's class, and `single_pass` and `bootstrap_budget`.
     """
