@@ -97,6 +97,16 @@ def test_terminateds_alone_are_the_unshifted_dones():
         assert torch.equal(x, y)
 
 
+def test_value_behind_a_finished_episode_is_not_read():
+    kwargs = arguments()
+    done = kwargs["next_done"].bool()
+    # Row 0 opens the window; what came before it cuts nothing here.
+    unread = {"next_value": kwargs["next_value"].masked_fill(done, NAN), "dones": kwargs["dones"].clone()}
+    unread["dones"][0] = 1 - unread["dones"][0]
+    for x, y in zip(cleanrl.gae(**kwargs | unread), cleanrl.gae(**kwargs), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("kwargs", [arguments(), exact_arguments()], ids=["dones", "both flags"])
 def test_empty_window(kwargs):
     empty = {key: x[:0] for key, x in kwargs.items() if torch.is_tensor(x) and x.ndim == 2}

@@ -69,7 +69,7 @@ def test_steps_like_gymnasium(name, mode, device):
         want_obs, *want, want_infos = theirs.step(actions)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x.cpu(), y, rtol=1e-5, atol=1e-5)
-        terminated, truncated = want[1:]
+        terminated, truncated = (flag.astype(bool) for flag in want[1:])
         done = terminated | truncated
         ends["terminated"] += terminated.sum()
         ends["truncated"] += truncated.sum()
