@@ -508,9 +508,21 @@ def test_thresholds_are_buffers_that_may_change():
     td = rollout()
     want = expected(td, stored_log_prob(actor, td), value, gamma=0.8, rho_thresh=1.4, c_thresh=0.5)
     assert_written(module(td), want)
+    module = module.to(torch.float64).to(torch.float32)
     module.rho_thresh.fill_(0.7)
     want = expected(td, stored_log_prob(actor, td), value, gamma=0.8, rho_thresh=0.7, c_thresh=0.5)
     assert_written(module(td), want)
+
+
+def test_moving_the_module_keeps_its_thresholds():
+    actor, value = gaussian_actor(), critic()
+    module = VTrace(gamma=GAMMA, actor_network=actor, value_network=value, rho_thresh=1.4, c_thresh=0.5)
+    td = rollout()
+    want = module(td.clone())["advantage"]
+    module.to(torch.float64).to(torch.float32)
+    assert module(td.clone())["advantage"].equal(want)
+    module.c_thresh.fill_(1.4)
+    assert not module(td.clone())["advantage"].equal(want)
 
 
 def test_gradients_reach_the_data_and_not_the_networks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torchrl.objectives.value.advantages import (
 )
 
 from ._common import Estimator, match_rank, own_fields, standardize
-from .functional import clipped_vtrace
+from .functional import Coefficient, clipped_vtrace
 
 # Where a collecting policy leaves its log-probability, by the setting of `composite_lp_aggregate`.
 LOG_PROB_KEYS = ("action_log_prob", "sample_log_prob")
@@ -61,12 +61,45 @@ class VTrace(Estimator, torchrl_value.VTrace):
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
 
-    def __init__(self, *, gamma: float | Tensor, **kwargs: Any):
-        # TorchRL's constructor takes a scalar only.
-        super().__init__(gamma=0.0 if isinstance(gamma, Tensor) else gamma, **kwargs)
+    def __init__(
+        self,
+        *,
+        gamma: Coefficient,
+        rho_thresh: Coefficient = 1.0,
+        c_thresh: Coefficient = 1.0,
+        **kwargs: Any,
+    ):
+        # TorchRL's constructor takes a scalar gamma only.
+        super().__init__(
+            gamma=0.0 if isinstance(gamma, Tensor) else gamma,
+            rho_thresh=rho_thresh,
+            c_thresh=c_thresh,
+            **kwargs,
+        )
         if isinstance(gamma, Tensor):
             self.gamma = gamma.to(self._device)
+        thresholds = {"rho_thresh": rho_thresh, "c_thresh": c_thresh}
+        # The number in a buffer that has not been written to, known without reading it back from the device.
+        self._numbers = {
+            name: (getattr(self, name), float(number))
+            for name, number in thresholds.items()
+            if not isinstance(number, Tensor)
+        }
         self._warned = False
+
+    def _threshold(self, name: str) -> Coefficient:
+        """A number where it is known, which spares a handful of operations, else the buffer."""
+        buffer = getattr(self, name)
+        of, number = self._numbers.get(name, (None, 0.0))
+        unchanged = not torch.compiler.is_compiling() and of is buffer and buffer._version == 0
+        return number if unchanged else buffer
+
+    def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> VTrace:
+        known = {name: number for name in self._numbers if isinstance(number := self._threshold(name), float)}
+        super()._apply(fn, *args, **kwargs)
+        # Moving the buffers does not change what they hold.
+        self._numbers = {name: (getattr(self, name), number) for name, number in known.items()}
+        return self
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -86,7 +119,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
         """The key that was set, else what the actor writes."""
         key = self.tensor_keys.action
         written = getattr(self.actor_network, "dist_sample_keys", None)
-        return written if written and key == self.default_keys().action else [key]
+        return written if written and key == self._AcceptedKeys.action else [key]
 
     @_self_set_skip_existing
     @_self_set_grad_enabled
@@ -119,8 +152,8 @@ class VTrace(Estimator, torchrl_value.VTrace):
             terminated,
             done,
             self._gamma(tensordict, reward),
-            rho_thresh=self.rho_thresh,
-            c_thresh=self.c_thresh,
+            rho_thresh=self._threshold("rho_thresh"),
+            c_thresh=self._threshold("c_thresh"),
             bootstrap_values=bootstrap,
             next_values=next_value,
             valid=valid,
