@@ -102,8 +102,8 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
     def sample_physics(self) -> Tensor:
         """Initial physics for every env, drawn from `generator`."""
         shape = (self.num_envs, len(self.start_bounds))
-        uniform = torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.device)
-        return (2 * uniform - 1) * self._bounds
+        uniform = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return uniform.uniform_(-1, 1, generator=self.generator) * self._bounds
 
     def transition(self, state: State, actions: Tensor, fresh: Tensor) -> tuple[State, Step]:
         """The next state, and what `step` returns for it; envs that reset go to their row of `fresh`."""
@@ -119,7 +119,7 @@ class TorchVectorEnv(VectorEnv[Tensor, Tensor, Tensor], ABC):
             done = self._done(state)
             resting = self._opening(fresh) if self.autoreset_mode is AutoresetMode.NEXT_STEP else state
             state = reached = _select(done, resting, reached)
-            rewards = torch.where(done, 0.0, rewards)
+            rewards = rewards.masked_fill(done, 0.0)
         truncated = reached.elapsed >= self.max_episode_steps
         return state, (self.observe(state.physics), rewards, reached.terminated, truncated, infos)
 
