@@ -1,13 +1,36 @@
-"""Rollouts as TorchRL's collectors write them, and value networks for them."""
+"""Rollouts as TorchRL's collectors write them, value networks for them, and what the estimators do not do."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.modules import GRUModule, LSTMModule
 
 OBS = 3
+HIDDEN = 4
+
+# Operators whose result or result's shape the host has to wait for.
+SYNCHRONISING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+)
+
+
+class ForbidSync(TorchDispatchMode):
+    """Fails where a CUDA tensor would make the host wait, on CPU tensors too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in SYNCHRONISING, f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
 
 
 def flags(*shape: int, rate: float = 0.2) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,21 +47,24 @@ def rollout(
     dtype: torch.dtype = torch.float32,
     rate: float = 0.2,
     named: bool = False,
-    values: bool = True,
+    values: bool = False,
 ) -> TensorDict:
-    """A batch of windows; `("next", "obs")[t]` is `obs[t+1]` except where the episode ends."""
+    """A batch of windows; `("next", "obs")[t]` is `obs[t+1]` except where the episode or the window ends."""
     time_dim %= len(batch)
     done, terminated, truncated = flags(*batch, *features, rate=rate)
+    ends = done.flatten(len(batch)).any(-1, keepdim=True) if features else done.unsqueeze(-1)
+    opens = ends.roll(1, time_dim)
+    opens.select(time_dim, 0).fill_(True)
     obs = torch.randn(*batch, OBS, dtype=dtype)
     held = obs.roll(-1, time_dim)
-    ends = done.flatten(len(batch)).any(-1, keepdim=True)
-    ends.select(time_dim, -1).fill_(True)
-    next_obs = torch.where(ends, torch.randn(*batch, OBS, dtype=dtype), held)
+    held.select(time_dim, -1).normal_()
     data = TensorDict(
         {
             "obs": obs,
+            "is_init": opens,
             "next": {
-                "obs": next_obs,
+                "obs": torch.where(ends, torch.randn_like(obs), held),
+                "is_init": torch.zeros_like(opens),
                 "reward": torch.randn(*batch, *features, dtype=dtype),
                 "done": done,
                 "terminated": terminated,
@@ -46,8 +72,9 @@ def rollout(
             },
         },
         batch,
-        names=["time" if dim == time_dim else None for dim in range(len(batch))] if named else None,
     )
+    if named:
+        data.names = ["time" if dim == time_dim else None for dim in range(len(batch))]
     if values:
         data["state_value"] = torch.randn(*batch, *features, dtype=dtype)
         data["next", "state_value"] = torch.randn(*batch, *features, dtype=dtype)
@@ -61,12 +88,25 @@ class CountingLinear(nn.Linear):
         super().__init__(*args, **kwargs)
         self.seen: list[tuple[int, ...]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(tuple(x.shape))
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.append(tuple(input.shape))
+        return super().forward(input)
 
 
-def value_net(out_features: int = 1, dtype: torch.dtype = torch.float32) -> TensorDictModule:
-    return TensorDictModule(
-        CountingLinear(OBS, out_features, dtype=dtype), in_keys=["obs"], out_keys=["state_value"]
-    )
+def value_net(out_features: int = 1, key: str = "state_value", dtype=torch.float32) -> TensorDictModule:
+    return TensorDictModule(CountingLinear(OBS, out_features, dtype=dtype), in_keys=["obs"], out_keys=[key])
+
+
+def recurrent_value_net(kind: str) -> TensorDictSequential:
+    module = {"lstm": LSTMModule, "gru": GRUModule}[kind]
+    memory = module(input_size=OBS, hidden_size=HIDDEN, in_key="obs", out_key="features", device="cpu")
+    head = TensorDictModule(nn.Linear(HIDDEN, 1), in_keys=["features"], out_keys=["state_value"])
+    return TensorDictSequential(memory, head)
+
+
+def with_hidden_state(data: TensorDict) -> TensorDict:
+    """The recurrent state of a memory that starts empty, as its primer writes it."""
+    for name in ("recurrent_state", "recurrent_state_h", "recurrent_state_c"):
+        data[name] = torch.zeros(*data.shape, 1, HIDDEN)
+        data["next", name] = torch.zeros(*data.shape, 1, HIDDEN)
+    return data

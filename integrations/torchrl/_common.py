@@ -348,12 +348,17 @@ class Estimator(ValueEstimatorBase):
         done, terminated = (as_bool(flags) for flags in self._flags(following))
         inner = done.narrow(time_dim, 0, done.shape[time_dim] - 1)
         ends = torch.cat([inner, torch.ones_like(last_row(done, time_dim))], time_dim)
+        goes_on = ~terminated
         valid = optional(data, self.tensor_keys.valid)
         if valid is not None:
             valid = match_rank(as_bool(valid), done)
+            goes_on = goes_on & valid
             ends = valid & (ends | ~shift(valid, last_row(valid, time_dim), time_dim))
-        needed = ends & ~terminated
-        return needed.flatten(data.ndim).any(-1) if needed.dim() > data.ndim else needed
+        # Where one agent's episode ends the next row may hold another observation for all of them.
+        ends, goes_on = (
+            mask.flatten(data.ndim).any(-1) if mask.dim() > data.ndim else mask for mask in (ends, goes_on)
+        )
+        return ends & goes_on
 
     def _call_value_net_once(
         self,
