@@ -1,0 +1,857 @@
+"""What the trainers share: command line, environments, networks, logs, stage times, checkpoints, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import importlib
+import io
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+
+# Importing it registers rl_triton/CartPole-v1 and rl_triton/Pendulum-v1.
+from rl_triton.integrations.envs import TorchVectorEnv
+
+# Checking the parameters of a distribution reads them on the host: a synchronisation per step on a GPU.
+torch.distributions.Distribution.set_default_validate_args(False)
+
+
+def fail(message: object) -> NoReturn:
+    """End the program with one line on stderr and exit code 1."""
+    sys.exit(f"error: {message}")
+
+
+# Command line
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """The flags of every trainer."""
+
+    env_id: str = "CartPole-v1"
+    """A Gymnasium id, or rl_triton/CartPole-v1 or rl_triton/Pendulum-v1; it sets the other defaults."""
+    total_steps: int = 1_000_000
+    """Environment steps of the whole run, over all environments and processes."""
+    seed: int = 1
+    """Seed of environments, weights, actions and minibatches."""
+    device: str = "cpu"
+    """auto, cpu, cuda or cuda:N."""
+    threads: int = 1
+    """PyTorch's threads on the CPU, where small networks are fastest with one; 0 leaves them to PyTorch."""
+    estimator: str = "triton"
+    logdir: str | None = None
+    """Directory of the run; by default runs/<environment>-<trainer>-<estimator>-<seed>-<time>."""
+    stop_at: float | None = None
+    """End when the mean return of the last 20 episodes (at least one per environment) reaches this."""
+    eval_episodes: int = 10
+    """Episodes of each evaluation."""
+    eval_every: int = 0
+    """Iterations between evaluations; 0 evaluates at the end alone."""
+    checkpoint_every: int = 50
+    """Iterations between checkpoints; 0 saves at the end alone."""
+    resume: str | None = None
+    """Checkpoint, or directory of the run, to go on from; its settings become the defaults."""
+    video: bool = False
+    """Film an episode at the end."""
+    wandb: bool = False
+    """Log to Weights & Biases too."""
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def parse(
+    config: type[C], presets: Mapping[str, Mapping[str, Any]], name: str, args: Sequence[str] | None = None
+) -> C:
+    """The flags, over the settings of the resumed run or else the environment's preset, over the defaults."""
+    import tyro
+
+    peek = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    peek.add_argument("--env-id", "--env_id")
+    peek.add_argument("--resume")
+    chosen, _ = peek.parse_known_args(args)
+    if chosen.resume:
+        settings = load_checkpoint(chosen.resume)["config"]
+        if chosen.env_id not in (None, settings["env_id"]):
+            fail(f"--resume {chosen.resume} is a checkpoint of {settings['env_id']}, not of {chosen.env_id}")
+        settings = settings | {"logdir": str(checkpoint_path(chosen.resume).parent)}
+    else:
+        env_id = chosen.env_id or "CartPole-v1"
+        settings = {"env_id": env_id, **presets.get(env_id, {})}
+    known = {field.name for field in dataclasses.fields(config)}
+    if unknown := sorted(settings.keys() - known):
+        fail(f"--resume {chosen.resume} was written by another trainer: it has the settings {unknown}")
+    description = sys.modules["__main__"].__doc__
+    parsed = tyro.cli(config, default=config(**settings), args=args, description=description)
+    if parsed.logdir is None:
+        start = time.strftime("%Y%m%d-%H%M%S")
+        parts = (parsed.env_id.replace("/", "-"), name, parsed.estimator, parsed.seed, start)
+        parsed.logdir = str(Path("runs", "-".join(map(str, parts))))
+    return parsed
+
+
+def torch_device(name: str, threads: int) -> torch.device:
+    """The device to train on: `auto` prefers a GPU; under `torchrun` each process takes its own GPU."""
+    if threads:
+        torch.set_num_threads(threads)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        fail(f"--device {name} asks for a GPU, but PyTorch {torch.__version__} finds none; use --device cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        fail(f"--device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {name!r}")
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    return device
+
+
+class Ranks:
+    """The processes that `torchrun` started, or this one alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        if self.world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.device = device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, module: nn.Module) -> nn.Module:
+        """`module`, averaging its gradients over the processes."""
+        return nn.parallel.DistributedDataParallel(module) if self.world > 1 else module
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set in some process: all processes stop at the same iteration."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+class Interrupt:
+    """Makes the first Ctrl-C a flag, so that a run ends with its iteration; the second one is immediate."""
+
+    def __init__(self) -> None:
+        self.set = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        self.set = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Environments
+
+
+class Envs:
+    """A Gymnasium vector environment seen through tensors of one device.
+
+    The autoreset mode is same-step: an env that ends hands out the observation it reached and, beside it, the
+    one that its next episode starts from.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, device: torch.device) -> None:
+        mode = gym.vector.AutoresetMode.SAME_STEP
+        try:
+            if env_id.startswith("rl_triton/"):
+                self.envs = gym.make_vec(env_id, num_envs, device=device, autoreset_mode=mode)
+            else:
+                kwargs = {"autoreset_mode": mode}
+                self.envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=kwargs)
+        except (gym.error.Error, ImportError) as error:
+            fail(f"--env-id {env_id}: {error}")
+        # The environment itself where it computes on `device`, with a state that can be saved.
+        inner = self.envs.unwrapped
+        self.native = inner if isinstance(inner, TorchVectorEnv) else None
+        observation_space = self.envs.single_observation_space
+        self.action_space = self.envs.single_action_space
+        if not isinstance(observation_space, gym.spaces.Box):
+            fail(f"--env-id {env_id}: observations must be a Box, got {observation_space}")
+        if not isinstance(self.action_space, (gym.spaces.Discrete, gym.spaces.Box)):
+            fail(f"--env-id {env_id}: actions must be Discrete or a Box, got {self.action_space}")
+        self.observation_shape = observation_space.shape
+        self.device = device
+        spec = self.envs.spec
+        # At most one truncation in so many steps of an env.
+        self.min_truncation_gap = (spec and spec.max_episode_steps) or 1
+        if isinstance(self.action_space, gym.spaces.Box):
+            self.low, self.high = (
+                torch.as_tensor(bound, device=device)
+                for bound in (self.action_space.low, self.action_space.high)
+            )
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.as_tensor(array, device=self.device)
+
+    def reset(self, seed: int) -> Tensor:
+        return self._tensor(self.envs.reset(seed=seed)[0]).float()
+
+    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`(reached, reward, terminated, truncated, observation)`; the last is where the next step starts."""
+        if action.is_floating_point():
+            action = action.clamp(self.low, self.high)
+        if self.native is not None:
+            observation, reward, terminated, truncated, infos = self.envs.step(action)
+            return infos["final_obs"], reward, terminated, truncated, observation
+        observation, reward, terminated, truncated, infos = self.envs.step(action.cpu().numpy())
+        reached = observation
+        if "final_obs" in infos:
+            ended = infos["_final_obs"]
+            reached = observation.copy()
+            reached[ended] = np.stack(infos["final_obs"][ended])
+        reached, reward, observation = (self._tensor(x).float() for x in (reached, reward, observation))
+        return reached, reward, self._tensor(terminated), self._tensor(truncated), observation
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+@torch.no_grad()
+def evaluate(actor: nn.Module, env_id: str, episodes: int, seed: int, device: torch.device) -> float:
+    """Mean return of the actor's most likely actions, over the first episode of each of `episodes` envs.
+
+    An `rl_triton/` environment is judged in Gymnasium's own of the same name.
+    """
+    envs = Envs(env_id.removeprefix("rl_triton/"), episodes, device)
+    observation = envs.reset(seed)
+    returns = torch.zeros(episodes, device=device)
+    running = torch.ones(episodes, dtype=torch.bool, device=device)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        while running.any():
+            action = actor(TensorDict({"observation": observation}, [episodes]))["action"]
+            _, reward, terminated, truncated, observation = envs.step(action)
+            returns += reward * running
+            running &= ~(terminated | truncated)
+    envs.close()
+    return returns.mean().item()
+
+
+def record_video(actor: nn.Module, env_id: str, folder: Path, seed: int, device: torch.device) -> None:
+    """Film one episode of the actor's most likely actions."""
+    try:
+        env = gym.make(env_id.removeprefix("rl_triton/"), render_mode="rgb_array")
+        env = gym.wrappers.RecordVideo(env, str(folder), disable_logger=True)
+        observation, _ = env.reset(seed=seed)
+        ended = False
+        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+            while not ended:
+                state = torch.as_tensor(observation, device=device).float()
+                action = actor(TensorDict({"observation": state}, []))["action"].cpu().numpy()
+                if isinstance(env.action_space, gym.spaces.Box):
+                    action = action.clip(env.action_space.low, env.action_space.high)
+                observation, _, terminated, truncated, _ = env.step(action)
+                ended = terminated or truncated
+        env.close()
+    except gym.error.DependencyNotInstalled as error:
+        fail(f"--video: {error}")
+
+
+# Networks
+
+
+class Categorical(torch.distributions.Categorical):
+    """Draws by the Gumbel trick: `torch.multinomial` reads its input on the host, which no graph may."""
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        noise = torch.empty((*sample_shape, *self.logits.shape), device=self.logits.device).exponential_()
+        return (self.logits - noise.log()).argmax(-1)
+
+    @property
+    def deterministic_sample(self) -> Tensor:
+        return self.mode
+
+
+class RunningNorm(nn.Module):
+    """Observations less their running mean, over their running deviation, within ±10.
+
+    The statistics move when `update` is called: between a rollout and its last update they stand still.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return ((observation - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-10, 10)
+
+    @torch.no_grad()
+    def update(self, observations: Tensor) -> None:
+        """Take a batch `[..., size]` into the statistics."""
+        batch = observations.flatten(0, -2)
+        share = len(batch) / (self.count + len(batch))
+        delta = batch.mean(0) - self.mean
+        spread = batch.var(0, correction=0) - self.variance + (1 - share) * delta.square()
+        self.mean += share * delta
+        self.variance += share * spread
+        self.count += len(batch)
+
+
+class GaussianHead(nn.Module):
+    """A linear mean, and a deviation that is the same in every state."""
+
+    def __init__(self, features: int, actions: int) -> None:
+        super().__init__()
+        self.mean = _orthogonal(features, actions, 0.01)
+        self.log_std = nn.Parameter(torch.zeros(actions))
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        loc = self.mean(features)
+        return loc, self.log_std.exp().expand_as(loc)
+
+
+def _orthogonal(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
+    """Orthogonal linear layers with a tanh behind each."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [_orthogonal(inputs, size, math.sqrt(2)), nn.Tanh()]
+        inputs = size
+    return nn.Sequential(*layers)
+
+
+def actor_critic(
+    body: Callable[[], nn.Module], features: int, action_space: gym.Space, device: torch.device
+) -> tuple[ProbabilisticActor, ValueOperator]:
+    """An actor and a critic, each on a body of its own that turns observations into `features` numbers."""
+    keys: list[Any]
+    if isinstance(action_space, gym.spaces.Discrete):
+        head, keys, distribution = _orthogonal(features, int(action_space.n), 0.01), ["logits"], Categorical
+    else:
+        head = GaussianHead(features, math.prod(action_space.shape or ()))
+        keys, distribution = ["loc", "scale"], IndependentNormal
+    actor = ProbabilisticActor(
+        TensorDictModule(nn.Sequential(body(), head), ["observation"], keys),
+        in_keys=keys,
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(nn.Sequential(body(), _orthogonal(features, 1, 1.0)), in_keys=["observation"])
+    for module in (actor, critic):
+        module.to(device)
+    return actor, critic
+
+
+# Stage times
+
+
+class Stages:
+    """Where the time of an iteration goes.
+
+    On a GPU a stage is the span between two CUDA events, read after one synchronisation per iteration;
+    elsewhere it is wall-clock time. `total` is the wall clock, whatever the stages add up to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        self.spans: list[tuple[str, Any, Any]] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.iterations, self.total = 0, 0.0
+        self._synchronize()
+        self.mark = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self.cuda and torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        start = self._now()
+        yield
+        self.spans.append((name, start, self._now()))
+
+    def end_iteration(self) -> dict[str, float]:
+        """The seconds of each stage since the last call, and under `total` the wall clock's."""
+        self._synchronize()
+        now = time.perf_counter()
+        latest: dict[str, float] = defaultdict(float)
+        for name, start, end in self.spans:
+            latest[name] += start.elapsed_time(end) / 1000 if self.cuda else end - start
+        self.spans.clear()
+        for name, seconds in latest.items():
+            self.seconds[name] += seconds
+        latest["total"] = now - self.mark
+        self.total += latest["total"]
+        self.iterations += 1
+        self.mark = now
+        return dict(latest)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """Milliseconds per iteration and percentage of the wall clock, per stage; last `sum` and `total`."""
+        rows = dict(self.seconds) | {"sum": sum(self.seconds.values()), "total": self.total}
+        scale = 1000 / max(self.iterations, 1)
+        return {
+            name: {"ms": seconds * scale, "percent": 100 * seconds / max(self.total, 1e-12)}
+            for name, seconds in rows.items()
+        }
+
+    def shares(self) -> str:
+        """The stages in one line, as percentages."""
+        rows = self.summary()
+        return " ".join(
+            f"{name} {row['percent']:.0f}%" for name, row in rows.items() if name not in ("sum", "total")
+        )
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def stage_table(columns: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Stage summaries side by side, one column per run."""
+    names = list(dict.fromkeys(name for stages in columns.values() for name in stages))
+    names = [name for name in names if name not in ("sum", "total")] + ["sum", "total"]
+    lines = [f"{'ms per iteration':<18}" + "".join(f"{title:>22}" for title in columns)]
+    for name in names:
+        cells = (
+            f"{stages[name]['ms']:13.3f} {stages[name]['percent']:6.1f} %" if name in stages else "-"
+            for stages in columns.values()
+        )
+        lines.append(f"{name:<18}" + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(lines)
+
+
+class Graphed:
+    """`fn` as a stage and, if `enabled`, as one CUDA graph from its third call on.
+
+    `fn` takes no arguments and works in place on fixed buffers. Each call runs it exactly once: the first two
+    eagerly on a side stream, which is the warm-up that a capture needs.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[], None],
+        name: str,
+        stages: Stages,
+        enabled: bool,
+        generators: Sequence[torch.Generator] = (),
+    ) -> None:
+        self.fn, self.name, self.stages, self.enabled = fn, name, stages, enabled
+        self.generators = generators
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.warmups = 2
+
+    def __call__(self) -> None:
+        with self.stages(self.name):
+            if not self.enabled:
+                self.fn()
+            elif self.warmups:
+                self.warmups -= 1
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self.fn()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                if self.graph is None:
+                    self.graph = self._capture()
+                self.graph.replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            self.fn()
+        return graph
+
+
+# Checkpoints
+
+
+def checkpoint_path(path: str | Path) -> Path:
+    """The checkpoint itself, given it or the directory of its run."""
+    path = Path(path)
+    return path / "checkpoint.pt" if path.is_dir() else path
+
+
+def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Replace the checkpoint at `path` by `state`, or leave it as it was."""
+    buffer = io.BytesIO()
+    torch.save({**state, "rng": GlobalRNGState().state_dict()}, buffer)
+    fresh = path.with_suffix(".tmp")
+    try:
+        with fresh.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        fail(f"cannot save {path}: {error.strerror}; an earlier checkpoint is untouched")
+
+
+def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What `save_checkpoint` stored; nothing in the file can run code."""
+    path = checkpoint_path(path)
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except OSError as error:
+        fail(f"--resume {path}: {error.strerror}")
+    except Exception:
+        state = None
+    if not isinstance(state, dict) or not {"config", "rng", "steps"} <= state.keys():
+        fail(f"--resume {path} is not a checkpoint of these trainers")
+    return state
+
+
+# Logs and pictures
+
+
+class Log:
+    """CSV and TensorBoard rows, a progress bar and, on request, Weights & Biases; silent unless `active`."""
+
+    def __init__(self, config: Any, active: bool = True) -> None:
+        self.active, self.dir = active, Path(config.logdir)
+        if not active:
+            return
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            (self.dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2))
+        except OSError as error:
+            fail(f"--logdir {self.dir} cannot be written: {error.strerror}")
+        if config.wandb:
+            try:
+                wandb: Any = importlib.import_module("wandb")
+            except ImportError:
+                fail("--wandb needs the package wandb: pip install wandb")
+            wandb.init(
+                project="rl_triton",
+                name=self.dir.name,
+                dir=str(self.dir),
+                config=dataclasses.asdict(config),
+                sync_tensorboard=True,
+            )
+
+    def start(self, steps: int, config: Any) -> None:
+        """Open the files, without the rows that a resumed run is about to write again."""
+        if not self.active:
+            return
+        from torch.utils.tensorboard.writer import SummaryWriter
+        from tqdm import tqdm
+
+        settings = (f"{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(config).items())
+        print(textwrap.fill(" ".join(settings), 110))
+        path = self.dir / "progress.csv"
+        self.rows = [row for row in read_progress(path) if row["steps"] <= steps] if steps else []
+        self.file = path.open("w", newline="")
+        self.writer: csv.DictWriter[str] | None = None
+        for row in self.rows:
+            self._write(row)
+        self.board = SummaryWriter(str(self.dir), purge_step=steps)
+        self.bar = tqdm(
+            total=config.total_steps,
+            initial=steps,
+            unit="step",
+            unit_scale=True,
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+            bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} {desc}",
+        )
+
+    def row(self, row: dict[str, float], status: str) -> None:
+        """Add a row and move the bar to its `steps`."""
+        if not self.active:
+            return
+        self.rows.append(row)
+        self._write(row)
+        self.file.flush()
+        for name, value in row.items():
+            if math.isfinite(value):
+                self.board.add_scalar(name, value, int(row["steps"]))
+        self.bar.set_description_str(status, refresh=False)
+        self.bar.update(row["steps"] - self.bar.n)
+
+    def _write(self, row: dict[str, float]) -> None:
+        if self.writer is None:
+            self.writer = csv.DictWriter(self.file, row, restval=0.0, extrasaction="ignore")
+            self.writer.writeheader()
+        self.writer.writerow(row)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write the summary and the pictures, and print the stage table."""
+        if not self.active:
+            return
+        self.bar.close()
+        self.board.close()
+        self.file.close()
+        (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        pictures = plot_returns(self.rows, self.dir, summary["env_id"])
+        stages = summary["stages"]
+        print(stage_table({summary["estimator"]: stages}))
+        print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
+        print(f"log: {self.dir}   pictures: {' '.join(map(str, pictures))}")
+
+
+def read_progress(path: Path) -> list[dict[str, float]]:
+    """The rows of a `progress.csv`."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        # A killed run may have left half a row.
+        return [
+            {name: float(value) for name, value in row.items()}
+            for row in csv.DictReader(file)
+            if all(row.values())
+        ]
+
+
+def plot_returns(rows: Sequence[Mapping[str, float]], folder: Path, title: str) -> list[Path]:
+    """Pictures of the mean return against steps and against seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    paths = []
+    for axis in ("steps", "seconds"):
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        axes.plot([row[axis] for row in rows], [row["mean_return"] for row in rows])
+        axes.set(title=title, xlabel=axis, ylabel="mean return")
+        axes.grid(alpha=0.3)
+        paths.append(folder / f"return_vs_{axis}.png")
+        figure.savefig(paths[-1], dpi=120)
+        plt.close(figure)
+    return paths
+
+
+class Returns:
+    """Mean returns of the episodes that ended last.
+
+    A window holds at least one episode per env: of envs that started together, the best would end last.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.recent: deque[float] = deque(maxlen=max(100, num_envs))
+        self.short = max(20, num_envs)
+        self.best = -math.inf
+
+    def add(self, returns: Sequence[float]) -> None:
+        self.recent.extend(returns)
+        if len(self.recent) >= self.short:
+            self.best = max(self.best, self.mean())
+
+    def mean(self, short: bool = True) -> float:
+        """Over the last 20 episodes, or the last 100; NaN before the first one ended."""
+        window = list(self.recent)[-self.short :] if short else self.recent
+        return float(np.mean(window)) if window else math.nan
+
+    def reached(self, threshold: float | None) -> bool:
+        return threshold is not None and len(self.recent) >= self.short and self.mean() >= threshold
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent.extend(state["recent"])
+        self.best = state["best"]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on, the GPU, and the commit of the working tree."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "torchrl", "tensordict", "gymnasium", "rl-triton"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        found["commit"] = subprocess.check_output(
+            command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return found
+
+
+# The run
+
+
+class Trainer(Protocol):
+    """What `train` drives."""
+
+    ranks: Ranks
+    stages: Stages
+    device: torch.device
+    num_envs: int
+
+    @property
+    def actor(self) -> nn.Module:
+        """The policy, as a TensorDict module."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Environment steps so far."""
+        ...
+
+    def iterate(self) -> None:
+        """Collect and learn once."""
+        ...
+
+    def finished_returns(self) -> list[float]:
+        """Returns of the episodes that ended in the last iteration, in the order of their ends."""
+        ...
+
+    def numbers(self) -> dict[str, float]:
+        """What else to log of the last iteration; always the same names."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+# Iterations that warm up, compile and capture; neither speed nor stage times count them.
+BURN_IN = 3
+
+
+def train(trainer: Trainer, config: Any) -> None:
+    """A whole run: iterations, log, evaluations, checkpoints, and at the end the summary and the pictures."""
+    interrupt, ranks, stages = Interrupt(), trainer.ranks, trainer.stages
+    log, returns = Log(config, ranks.main), Returns(trainer.num_envs)
+    seconds_before = 0.0
+    if config.resume:
+        state = load_checkpoint(config.resume)
+        trainer.load_state_dict(state)
+        seconds_before = state["seconds"]
+        returns.load_state_dict(state["returns"])
+    log.start(trainer.steps, config)
+
+    def save() -> None:
+        if ranks.main:
+            run = {
+                "config": dataclasses.asdict(config),
+                "steps": trainer.steps,
+                "seconds": seconds(),
+                "returns": returns.state_dict(),
+            }
+            save_checkpoint(log.dir / "checkpoint.pt", trainer.state_dict() | run)
+
+    def seconds() -> float:
+        return seconds_before + time.perf_counter() - started
+
+    def evaluation() -> float:
+        return evaluate(trainer.actor, config.env_id, config.eval_episodes, config.seed + 1, trainer.device)
+
+    started = measured_from = time.perf_counter()
+    measured_steps, iteration, sps = trainer.steps, 0, math.nan
+    stages.restart()
+    while trainer.steps < config.total_steps and not ranks.any(
+        interrupt.set or returns.reached(config.stop_at)
+    ):
+        if iteration == BURN_IN:
+            stages.restart()
+            measured_from, measured_steps = time.perf_counter(), trainer.steps
+        trainer.iterate()
+        latest = stages.end_iteration()
+        returns.add(trainer.finished_returns())
+        iteration += 1
+        if not ranks.main:
+            continue
+        sps = (trainer.steps - measured_steps) / (time.perf_counter() - measured_from)
+        evaluated = math.nan
+        if config.eval_every and iteration % config.eval_every == 0:
+            with stages("evaluate"):
+                evaluated = evaluation()
+        with stages("log"):
+            numbers = trainer.numbers()
+            row = {
+                "steps": trainer.steps,
+                "seconds": seconds(),
+                "sps": sps,
+                "mean_return": returns.mean(),
+                "return_100": returns.mean(short=False),
+                "eval_return": evaluated,
+                **numbers,
+                **{f"ms/{name}": 1000 * value for name, value in latest.items()},
+            }
+            lag = f"lag {numbers['lag']:.1f}, " if "lag" in numbers else ""
+            log.row(row, f"return {row['return_100']:.1f}, {sps:.0f} steps/s, {lag}{stages.shares()}")
+            if config.checkpoint_every and iteration % config.checkpoint_every == 0:
+                save()
+
+    save()
+    if ranks.main:
+        finite = {"best_mean_return": returns.best, "mean_return": returns.mean(), "sps": sps}
+        log.close(
+            {
+                "env_id": config.env_id,
+                "estimator": config.estimator,
+                "seed": config.seed,
+                "device": str(trainer.device),
+                "steps": trainer.steps,
+                "seconds": seconds(),
+                **{name: value if math.isfinite(value) else None for name, value in finite.items()},
+                "eval_return": evaluation(),
+                "reached_stop_at": returns.reached(config.stop_at),
+                "interrupted": interrupt.set,
+                "stages": stages.summary(),
+                "versions": versions(),
+                "config": dataclasses.asdict(config),
+            }
+        )
+        if config.video:
+            record_video(trainer.actor, config.env_id, log.dir / "video", config.seed, trainer.device)
+    trainer.close()

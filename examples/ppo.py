@@ -1,0 +1,384 @@
+"""PPO with the advantage estimator of your choice, on Gymnasium or on environments that live on the GPU.
+
+    python examples/ppo.py --env-id CartPole-v1 --stop-at 475
+    python examples/ppo.py --env-id rl_triton/CartPole-v1 --device cuda --cudagraphs
+    torchrun --nproc-per-node 2 examples/ppo.py --env-id rl_triton/CartPole-v1
+
+Schulman et al., Proximal Policy Optimization Algorithms, 2017.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import common
+import torch
+from common import Envs, Graphed, Ranks, RunningNorm, Stages, fail
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.objectives import ClipPPOLoss
+
+Estimator = Callable[[TensorDict], Any]
+
+
+@dataclasses.dataclass
+class Config(common.RunConfig):
+    num_envs: int = 8
+    """Environments per process."""
+    num_steps: int = 128
+    """Steps of each environment per rollout."""
+    estimator: Literal["triton", "torchrl", "torchrl-vec", "loop"] = "triton"
+    """Who computes the advantages: rl_triton, TorchRL (default or vectorized=True), a CleanRL-style loop."""
+    recompute: Literal["rollout", "epoch", "minibatch"] = "rollout"
+    """How often values and advantages are computed anew."""
+
+    learning_rate: float = 3e-4
+    """Adam's step size, annealed to 0 over the run."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation."""
+    epochs: int = 4
+    """Passes over a rollout."""
+    minibatches: int = 4
+    """Minibatches per pass."""
+    clip: float = 0.2
+    """Clipping range of the probability ratio."""
+    entropy_coef: float = 0.01
+    """Weight of the entropy bonus."""
+    value_coef: float = 0.5
+    """Weight of the squared value error."""
+    max_grad_norm: float = 0.5
+    """Gradients are scaled down to this norm."""
+    hidden: tuple[int, ...] = (64, 64)
+    """Hidden layers of actor and critic."""
+    normalize_observations: bool = False
+    """Whether observations are normalised by their running statistics."""
+    reward_scale: float = 1.0
+    """Factor on the rewards that are learned from; returns are reported unscaled."""
+
+    compile: bool = False
+    """Compile the policy step, the torch-native environment, the value pass and the loss."""
+    cudagraphs: bool = False
+    """Replay rollout, value pass, advantages and updates as CUDA graphs (needs rl_triton/* on a GPU)."""
+
+
+GPU = {"device": "auto", "threads": 0, "num_envs": 4096, "num_steps": 32, "epochs": 4}
+CARTPOLE = {"learning_rate": 1e-3, "epochs": 10}
+PENDULUM = {"learning_rate": 1e-3, "epochs": 10, "gamma": 0.9, "entropy_coef": 0.0, "reward_scale": 0.1}
+MUJOCO = {
+    "num_envs": 1,
+    "num_steps": 2048,
+    "total_steps": 1_000_000,
+    "epochs": 10,
+    "minibatches": 32,
+    "entropy_coef": 0.0,
+    "normalize_observations": True,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "CartPole-v1": CARTPOLE | {"num_steps": 32, "total_steps": 60_000},
+    "Pendulum-v1": PENDULUM | {"total_steps": 300_000},
+    "HalfCheetah-v5": MUJOCO,
+    "Hopper-v5": MUJOCO,
+    "rl_triton/CartPole-v1": CARTPOLE | GPU | {"total_steps": 10_000_000},
+    "rl_triton/Pendulum-v1": PENDULUM | GPU | {"total_steps": 20_000_000},
+}
+
+
+def make_estimator(name: str, gamma: float, lmbda: float) -> Estimator:
+    """The estimator `name`: it adds `advantage` and `value_target` to a `[N, T]` batch that holds values."""
+    if name == "triton":
+        from rl_triton.integrations.torchrl import GAE
+
+        return GAE(gamma=gamma, lmbda=lmbda, value_network=None)
+    if name == "loop":
+        return lambda batch: loop_gae(batch, gamma, lmbda)
+    from torchrl.objectives.value import GAE
+
+    return GAE(gamma=gamma, lmbda=lmbda, value_network=None, vectorized=name == "torchrl-vec")
+
+
+def loop_gae(batch: TensorDict, gamma: float, lmbda: float) -> None:
+    """Advantages as CleanRL's scripts compute them, one step after the other."""
+    reward, value, next_value = batch["next", "reward"], batch["state_value"], batch["next", "state_value"]
+    going_on, uncut = ~batch["next", "terminated"], ~batch["next", "done"]
+    advantage = torch.empty_like(value)
+    carry = torch.zeros_like(value[:, 0])
+    for t in reversed(range(value.shape[1])):
+        delta = reward[:, t] + gamma * next_value[:, t] * going_on[:, t] - value[:, t]
+        advantage[:, t] = carry = delta + gamma * lmbda * uncut[:, t] * carry
+    batch["advantage"], batch["value_target"] = advantage, advantage + value
+
+
+class PPO:
+    """The algorithm: `iterate` collects one rollout and learns from it."""
+
+    losses = ("loss_objective", "loss_critic", "loss_entropy", "entropy", "kl_approx", "clip_fraction")
+
+    def __init__(self, config: Config, estimator: Estimator | None = None) -> None:
+        self.config = config
+        self.device = common.torch_device(config.device, config.threads)
+        self.ranks = Ranks(self.device)
+        self.num_envs = config.num_envs
+        self.batch_size = config.num_envs * config.num_steps
+        self.iteration_steps = self.batch_size * self.ranks.world
+        self.iterations = math.ceil(config.total_steps / self.iteration_steps)
+        self.iteration = 0
+        if self.batch_size % config.minibatches:
+            fail(f"--minibatches {config.minibatches} must divide num_envs x num_steps = {self.batch_size}")
+        seed = config.seed + 1000 * self.ranks.rank
+        torch.manual_seed(config.seed)
+        self.envs = Envs(config.env_id, config.num_envs, self.device)
+        if config.cudagraphs and (self.device.type != "cuda" or self.envs.native is None):
+            fail("--cudagraphs needs --device cuda and an rl_triton/ environment")
+        self._build_networks()
+        self._allocate(self.envs.reset(seed))
+        torch.manual_seed(seed)
+
+        self.estimator = estimator or make_estimator(config.estimator, config.gamma, config.gae_lambda)
+        self.stages = Stages(self.device)
+        graphed = config.cudagraphs
+        env_generators = [self.envs.native.generator] if self.envs.native is not None else []
+        # TorchRL's estimators synchronise with the host; they and the loop run as their users run them.
+        capturable = graphed and config.estimator == "triton"
+        self.rollout = Graphed(self._rollout, "collect", self.stages, graphed, env_generators)
+        self.value_pass = Graphed(self._value_pass, "value net", self.stages, graphed)
+        self.estimate = Graphed(self._estimate, "advantage", self.stages, capturable)
+        # Several processes exchange gradients during an update, so theirs stays eager.
+        alone = self.ranks.world == 1
+        self.update = (
+            Graphed(self._update, "update", self.stages, True) if graphed and alone else self._update
+        )
+
+    def _build_networks(self) -> None:
+        config, shape = self.config, self.envs.observation_shape
+        if len(shape) != 1:
+            fail(f"--env-id {config.env_id}: observations must be vectors, got shape {shape}")
+        size = shape[0]
+        self.norm = RunningNorm(size) if config.normalize_observations else None
+
+        def body() -> nn.Module:
+            layers = common.mlp(size, config.hidden)
+            return nn.Sequential(self.norm, layers) if self.norm else layers
+
+        features = (size, *config.hidden)[-1]
+        self.actor, self.critic = common.actor_critic(body, features, self.envs.action_space, self.device)
+        self.loss_module = ClipPPOLoss(
+            self.actor,
+            self.critic,
+            clip_epsilon=config.clip,
+            entropy_coeff=config.entropy_coef,
+            critic_coeff=config.value_coef,
+            loss_critic_type="l2",
+            normalize_advantage=True,
+            functional=False,
+        )
+        # A graph reads the step size from memory.
+        self.graph_rate = torch.tensor(config.learning_rate, device=self.device)
+        self.optimizer = torch.optim.Adam(
+            self.loss_module.parameters(),
+            lr=self.graph_rate if config.cudagraphs else config.learning_rate,
+            eps=1e-5,
+            capturable=config.cudagraphs,
+            fused=self.device.type == "cuda",
+        )
+        self.act, self.critic_net = self._act, self.critic.module
+        self.loss: Callable[[TensorDict], TensorDict] = self.ranks.share(self.loss_module)
+        if config.compile:
+            self.act, self.critic_net, self.loss = map(torch.compile, (self.act, self.critic_net, self.loss))
+            if self.envs.native is not None:
+                self.envs.native.transition = torch.compile(self.envs.native.transition)
+
+    def _allocate(self, observation: Tensor) -> None:
+        """The buffers that every iteration, and every replay of a graph, finds at the same place."""
+        action, log_prob = self._act(observation)
+        number = observation.new_zeros(self.num_envs, 1)
+        flag = torch.zeros_like(number, dtype=torch.bool)
+        step = TensorDict(
+            {
+                "observation": observation,
+                "action": action,
+                "action_log_prob": log_prob,
+                "state_value": number,
+                "advantage": number,
+                "value_target": number,
+                "next": {
+                    "observation": observation,
+                    "reward": number,
+                    "terminated": flag,
+                    "truncated": flag,
+                    "done": flag,
+                    "episode_reward": number,
+                    "state_value": number,
+                    "bootstrap_value": number,
+                },
+            },
+            [self.num_envs],
+        )
+        self.batch = step.unsqueeze(1).expand(self.num_envs, self.config.num_steps).clone()
+        # [N * T] views for the minibatches.
+        self.samples = self.batch.select(
+            "observation", "action", "action_log_prob", "advantage", "value_target"
+        ).view(-1)
+        self.index = torch.zeros(
+            self.batch_size // self.config.minibatches, dtype=torch.long, device=self.device
+        )
+        self.observation = observation.clone()
+        self.episode_reward = torch.zeros(self.num_envs, device=self.device)
+        self.metrics = torch.zeros(len(self.losses), device=self.device)
+
+    @torch.no_grad()
+    def _act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        policy = self.actor.get_dist(TensorDict({"observation": observation}, observation.shape[:1]))
+        action = policy.sample()
+        return action, policy.log_prob(action)
+
+    @torch.no_grad()
+    def _rollout(self) -> None:
+        batch, after = self.batch, self.batch["next"]
+        observation, episode_reward = self.observation, self.episode_reward
+        for t in range(self.config.num_steps):
+            action, log_prob = self.act(observation)
+            reached, reward, terminated, truncated, following = self.envs.step(action)
+            done = terminated | truncated
+            episode_reward = episode_reward + reward
+            batch["observation"][:, t] = observation
+            batch["action"][:, t] = action
+            batch["action_log_prob"][:, t] = log_prob
+            after["observation"][:, t] = reached
+            after["reward"][:, t, 0] = reward * self.config.reward_scale
+            after["terminated"][:, t, 0] = terminated
+            after["truncated"][:, t, 0] = truncated
+            after["done"][:, t, 0] = done
+            after["episode_reward"][:, t, 0] = episode_reward
+            episode_reward = episode_reward * ~done
+            observation = following
+        self.observation.copy_(observation)
+        self.episode_reward.copy_(episode_reward)
+
+    @torch.no_grad()
+    def _value_pass(self) -> None:
+        """Values of all observations, and of the few final ones that something is bootstrapped from."""
+        batch, T = self.batch, self.config.num_steps
+        truncated = batch["next", "truncated"].squeeze(-1)
+        # All truncated rows without asking how many: an env's time limit bounds them. Spare slots do no harm.
+        slots = min(T, 1 + (T - 1) // self.envs.min_truncation_gap)
+        rows = truncated.int().topk(slots, dim=1).indices
+        rows = torch.cat([rows, torch.full_like(rows[:, :1], T - 1)], dim=1).unsqueeze(-1)
+        final = batch["next", "observation"].take_along_dim(rows, dim=1)
+        values = self.critic_net(torch.cat([batch["observation"], final], dim=1))
+
+        batch["state_value"].copy_(values[:, :T])
+        bootstrap = batch["next", "bootstrap_value"].scatter_(1, rows, values[:, T:])
+        if self.config.estimator != "triton":
+            # The other estimators want the next value of every row.
+            following = values[:, :T].roll(-1, dims=1)
+            following[:, -1] = bootstrap[:, -1]
+            batch["next", "state_value"].copy_(torch.where(batch["next", "truncated"], bootstrap, following))
+
+    @torch.no_grad()
+    def _estimate(self) -> None:
+        inputs = self.batch.exclude("advantage", "value_target")
+        if self.config.estimator == "triton":
+            inputs = inputs.exclude(("next", "state_value"))
+        self.estimator(inputs)
+        self.batch["advantage"].copy_(inputs["advantage"])
+        self.batch["value_target"].copy_(inputs["value_target"])
+
+    def _update(self) -> None:
+        with self.stages("index"):
+            minibatch = self.samples[self.index]
+        with self.stages("forward"):
+            losses = self.loss(minibatch)
+            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+        with self.stages("backward"):
+            self.optimizer.zero_grad()
+            loss.backward()
+        with self.stages("optimiser"):
+            nn.utils.clip_grad_norm_(self.loss_module.parameters(), self.config.max_grad_norm)
+            self.optimizer.step()
+            self.metrics += torch.stack([losses[name].detach() for name in self.losses])
+
+    def iterate(self) -> None:
+        """One rollout and the updates on it."""
+        config = self.config
+        self._anneal(1 - self.iteration / self.iterations)
+        self.metrics.zero_()
+        self.rollout()
+        for epoch in range(config.epochs):
+            order = torch.randperm(self.batch_size, device=self.device).view(config.minibatches, -1)
+            for number, index in enumerate(order):
+                stale = {"rollout": epoch == number == 0, "epoch": number == 0, "minibatch": True}
+                if stale[config.recompute]:
+                    self.value_pass()
+                    self.estimate()
+                self.index.copy_(index)
+                self.update()
+        if self.norm is not None:
+            self.norm.update(self.batch["observation"])
+        self.iteration += 1
+
+    def _anneal(self, share: float) -> None:
+        rate = self.config.learning_rate * share
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.graph_rate.fill_(rate) if self.config.cudagraphs else rate
+
+    @property
+    def steps(self) -> int:
+        return self.iteration * self.iteration_steps
+
+    def finished_returns(self) -> list[float]:
+        """Returns of the episodes that ended in the last rollout, in the order of their ends."""
+        after = self.batch["next"]
+        return after["episode_reward"].transpose(0, 1)[after["done"].transpose(0, 1)].tolist()
+
+    def numbers(self) -> dict[str, float]:
+        """The losses, averaged over the updates of the last iteration."""
+        updates = self.config.epochs * self.config.minibatches
+        return dict(zip(self.losses, (self.metrics / updates).tolist(), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run continues from: bit by bit, if the environments can be saved too."""
+        state = {
+            "iteration": self.iteration,
+            "model": self.loss_module.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+        }
+        if self.envs.native is not None:
+            state["envs"] = self.envs.native.state_dict()
+            state |= {"observation": self.observation, "episode_reward": self.episode_reward}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.iteration = state["iteration"]
+        try:
+            self.loss_module.load_state_dict(state["model"])
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+            if self.envs.native is not None:
+                self.envs.native.load_state_dict(state["envs"])
+                self.observation.copy_(state["observation"])
+                self.episode_reward.copy_(state["episode_reward"])
+            else:
+                if self.ranks.main:
+                    print("These environments cannot be saved: their episodes start anew.")
+                self.observation.copy_(self.envs.reset(self.config.seed + state["steps"]))
+        except (RuntimeError, ValueError) as error:
+            fail(f"--resume: the checkpoint does not fit the settings: {error}")
+        if self.ranks.main:
+            GlobalRNGState().load_state_dict(state["rng"])
+        else:
+            torch.manual_seed(self.config.seed + 1000 * self.ranks.rank + self.steps)
+
+    def close(self) -> None:
+        self.envs.close()
+        self.ranks.close()
+
+
+if __name__ == "__main__":
+    config = common.parse(Config, PRESETS, name="ppo")
+    common.train(PPO(config), config)

@@ -1,0 +1,299 @@
+"""The PPO trainer: its numbers, its command line, and what survives an interruption."""
+
+import csv
+import errno
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for name in ("torchrl", "tyro", "gymnasium"):
+    pytest.importorskip(name)
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+common = importlib.import_module("common")
+ppo = importlib.import_module("ppo")
+
+TINY = {"num_envs": 4, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
+SILENT: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+ESTIMATORS = ("triton", "torchrl", "torchrl-vec", "loop")
+
+
+def make(**settings):
+    return ppo.PPO(ppo.Config(**{"env_id": "rl_triton/CartPole-v1", "total_steps": 640, **TINY, **settings}))
+
+
+def command(logdir, *flags):
+    """A tiny run as its user starts it: on the CPU the library takes its PyTorch path."""
+    settings = [f"--{key.replace('_', '-')}={value}" for key, value in TINY.items() if key != "hidden"]
+    return [sys.executable, str(EXAMPLES / "ppo.py"), *settings, f"--logdir={logdir}", *flags]
+
+
+def environment():
+    return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "OMP_NUM_THREADS": "1"
+    }
+
+
+def progress(logdir):
+    with (logdir / "progress.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "rl_triton/Pendulum-v1"])
+def test_estimators_agree_on_the_first_rollout(env_id):
+    advantages = {}
+    for estimator in ESTIMATORS:
+        # 208 steps of Pendulum hold one truncation.
+        trainer = make(env_id=env_id, estimator=estimator, num_steps=208, reward_scale=0.1)
+        trainer.rollout()
+        trainer.value_pass()
+        trainer.estimate()
+        advantages[estimator] = trainer.batch["advantage"]
+    for estimator in ESTIMATORS[1:]:
+        torch.testing.assert_close(advantages["triton"], advantages[estimator], rtol=1e-5, atol=1e-5)
+
+
+def test_value_pass_finds_every_row_that_is_bootstrapped():
+    trainer = make(env_id="rl_triton/Pendulum-v1", num_steps=416)
+    trainer.rollout()
+    trainer.value_pass()
+    after = trainer.batch["next"]
+    bootstrapped = after["truncated"].clone()
+    assert bootstrapped.sum() == 2 * trainer.num_envs
+    bootstrapped[:, -1] = True
+    expected = trainer.critic.module(after["observation"])
+    torch.testing.assert_close(after["bootstrap_value"][bootstrapped], expected[bootstrapped])
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "rl_triton/CartPole-v1"])
+def test_rollout_keeps_the_observation_reached_apart_from_the_next_one(env_id):
+    trainer = make(env_id=env_id, num_steps=64)
+    trainer.rollout()
+    after = trainer.batch["next"]
+    done = after["done"][:, :-1, 0]
+    same = (after["observation"][:, :-1] == trainer.batch["observation"][:, 1:]).all(-1)
+    assert done.any() and torch.equal(same, ~done)
+    # CartPole ends where the pole or the cart is out of bounds.
+    final = after["observation"][:, :-1][done]
+    assert ((final[:, 0].abs() > 2.4) | (final[:, 2].abs() > 0.2094)).all()
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("rollout", 1), ("epoch", 2), ("minibatch", 4)])
+def test_recompute_sets_how_often_advantages_are_estimated(recompute, passes):
+    calls = []
+    estimate = ppo.make_estimator("triton", 0.99, 0.95)
+    trainer = ppo.PPO(
+        ppo.Config(env_id="rl_triton/CartPole-v1", recompute=recompute, **TINY),
+        estimator=lambda batch: calls.append(batch.shape) or estimate(batch),
+    )
+    trainer.iterate()
+    assert calls == [torch.Size([4, 16])] * passes
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"env_id": "rl_triton/Pendulum-v1", "normalize_observations": True}]
+)
+def test_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path, settings):
+    straight = make(**settings)
+    for _ in range(6):
+        straight.iterate()
+
+    first = make(**settings)
+    for _ in range(3):
+        first.iterate()
+    state = {"config": {}, "steps": first.steps}
+    common.save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict() | state)
+    torch.manual_seed(99)
+    second = make(**settings)
+    second.load_state_dict(common.load_checkpoint(tmp_path))
+    for _ in range(3):
+        second.iterate()
+
+    assert second.steps == straight.steps
+    for name, value in straight.loss_module.state_dict().items():
+        assert torch.equal(value, second.loss_module.state_dict()[name]), name
+    assert torch.equal(straight.batch["observation"], second.batch["observation"])
+
+
+def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    common.save_checkpoint(path, {"config": {}, "steps": 1})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit, match="No space left on device; an earlier checkpoint is untouched"):
+        common.save_checkpoint(path, {"config": {}, "steps": 2})
+    assert common.load_checkpoint(path)["steps"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--env-id Nope-v1", "--env-id Nope-v1: .*doesn't exist"),
+        ("--env-id FrozenLake-v1", "observations must be a Box"),
+        ("--logdir /dev/null/run", "--logdir /dev/null/run cannot be written"),
+        ("--device cuda:x", "--device"),
+        ("--minibatches 7", "--minibatches 7 must divide"),
+        ("--cudagraphs", "--cudagraphs needs"),
+        ("--resume /nowhere", "--resume /nowhere: No such file"),
+        (f"--resume {__file__}", "is not a checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
+    with pytest.raises(SystemExit, match=message) as error:
+        runpy.run_path(str(EXAMPLES / "ppo.py"), run_name="__main__")
+    assert str(error.value).startswith("error: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags", ["--nonsense 3", "--estimator guess", "--num-envs many"])
+def test_unknown_flags_and_values_are_refused(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *flags.split()])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(EXAMPLES / "ppo.py"), run_name="__main__")
+    assert error.value.code == 2
+    assert flags.split()[-1] in capsys.readouterr().err
+
+
+def test_presets_yield_to_flags():
+    config = common.parse(ppo.Config, ppo.PRESETS, "ppo", ["--env-id", "Pendulum-v1", "--gamma", "0.8"])
+    assert (config.env_id, config.gamma, config.reward_scale) == ("Pendulum-v1", 0.8, 0.1)
+
+
+def test_run_leaves_log_pictures_and_summary_and_resumes_after_a_kill(tmp_path):
+    endless = ["--total-steps=100000000", "--checkpoint-every=2", "--eval-every=2", "--eval-episodes=2"]
+    process = subprocess.Popen(command(tmp_path, *endless), env=environment(), **SILENT)
+    wait_for(tmp_path / "checkpoint.pt", process)
+    process.kill()
+    process.wait()
+    steps = common.load_checkpoint(tmp_path)["steps"]
+
+    total = steps + 5 * 64
+    resumed = [sys.executable, str(EXAMPLES / "ppo.py"), f"--resume={tmp_path}", f"--total-steps={total}"]
+    output = subprocess.run(resumed, env=environment(), check=True, capture_output=True, text=True).stdout
+    assert "their episodes start anew" in output and "num-envs=4" in output
+    assert "of the wall clock" in output
+
+    taken = [float(row["steps"]) for row in progress(tmp_path)]
+    assert taken == [64.0 * i for i in range(1, total // 64 + 1)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    expected = "env_id estimator seed device steps seconds sps best_mean_return eval_return reached_stop_at"
+    assert {*expected.split(), "stages", "versions"} <= summary.keys()
+    assert summary["steps"] == total and summary["env_id"] == "CartPole-v1" and not summary["reached_stop_at"]
+    stages = summary["stages"]
+    parts = sum(row["ms"] for name, row in stages.items() if name not in ("sum", "total"))
+    assert parts == pytest.approx(stages["sum"]["ms"]) and 0 < parts <= stages["total"]["ms"]
+    assert {"collect", "value net", "advantage", "forward", "backward", "optimiser"} <= stages.keys()
+    for pattern in ("return_vs_steps.png", "return_vs_seconds.png", "events.out.tfevents*"):
+        assert list(tmp_path.glob(pattern))
+
+
+def test_ctrl_c_saves_and_exits_cleanly(tmp_path):
+    flags = ["--total-steps=100000000", "--eval-episodes=1", "--checkpoint-every=1"]
+    process = subprocess.Popen(command(tmp_path, *flags), env=environment(), **SILENT)
+    wait_for(tmp_path / "checkpoint.pt", process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["interrupted"] and summary["steps"] == common.load_checkpoint(tmp_path)["steps"]
+
+
+def test_torchrun_processes_learn_the_same_weights(tmp_path):
+    script = command(
+        tmp_path, "--env-id=rl_triton/CartPole-v1", "--device=cpu", "--total-steps=256", "--eval-episodes=2"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*launcher, *script[1:]], env=environment(), check=True, capture_output=True)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 256 and len(progress(tmp_path)) == 2
+
+
+def test_running_norm_matches_the_whole_sample():
+    norm = common.RunningNorm(3)
+    batches = [3 * torch.randn(size, 3, dtype=torch.float64) + 1 for size in (5, 50, 7)]
+    norm.double()
+    for batch in batches:
+        norm.update(batch)
+    whole = torch.cat(batches)
+    torch.testing.assert_close(norm.mean, whole.mean(0))
+    torch.testing.assert_close(norm.variance, whole.var(0, correction=0))
+
+
+def test_returns_window_holds_an_episode_per_env():
+    returns = common.Returns(num_envs=30)
+    returns.add([500.0] * 20)
+    assert not returns.reached(475)
+    returns.add([0.0] * 10)
+    assert returns.mean() == pytest.approx(500 * 20 / 30)
+    returns.add([500.0] * 30)
+    assert returns.reached(475) and not returns.reached(None) and returns.best == 500
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["rollout", "minibatch"])
+def test_graphs_replay_what_eager_code_computes(recompute):
+    trainer = make(device="cuda", cudagraphs=True, num_envs=64, recompute=recompute)
+    for _ in range(5):
+        trainer.iterate()
+    assert trainer.rollout.graph is not None and trainer.update.graph is not None
+    # A rollout that a graph wrote is one that the environments could have produced.
+    after = trainer.batch["next"]
+    done = after["done"][:, :-1, 0]
+    same = (after["observation"][:, :-1] == trainer.batch["observation"][:, 1:]).all(-1)
+    assert torch.equal(same, ~done)
+
+    trainer.value_pass()
+    trainer.estimate()
+    replayed = trainer.batch.select("state_value", "advantage", "value_target").clone()
+    trainer._value_pass()
+    trainer._estimate()
+    for key, value in replayed.items():
+        torch.testing.assert_close(trainer.batch[key], value, rtol=1e-5, atol=1e-5)
+
+    before = [parameter.clone() for parameter in trainer.loss_module.parameters()]
+    state = {key: value for key, value in trainer.state_dict().items() if key != "rng"}
+    trainer.update()
+    replayed = [parameter.clone() for parameter in trainer.loss_module.parameters()]
+    trainer.load_state_dict(state | {"rng": common.GlobalRNGState().state_dict()})
+    for parameter, value in zip(trainer.loss_module.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+    trainer._update()
+    for parameter, value in zip(trainer.loss_module.parameters(), replayed, strict=True):
+        torch.testing.assert_close(parameter, value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_cartpole_is_learned_in_graphs(tmp_path):
+    config = ppo.Config(
+        **{
+            "logdir": str(tmp_path),
+            "stop_at": 475,
+            "cudagraphs": True,
+            **ppo.PRESETS["rl_triton/CartPole-v1"],
+        }
+    )
+    config.env_id = "rl_triton/CartPole-v1"
+    common.train(ppo.PPO(config), config)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reached_stop_at"] and summary["eval_return"] >= 475
