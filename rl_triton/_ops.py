@@ -7,6 +7,7 @@ scan needs a rule of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,49 +15,105 @@ from torch import Tensor
 
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
-from ._layout import resolve, time_first
+from ._layout import COEFFICIENTS, Layout, resolve, time_first
 from .scan import blocked_scan
 
+Outputs = tuple[Tensor, ...]
+
 kernel_serves = kernels.serves
+
+_plans: dict[Any, Callable[[tuple[Any, ...], tuple[float, ...]], Outputs]] = {}
+# Plans are small, but a caller whose shapes never repeat should not collect them for ever.
+_PLANS_KEPT = 4096
 
 
 def run(
     algorithm: Algorithm,
-    x: Any,
+    x: tuple[Any, ...],
     time_dim: int,
     scalars: tuple[float, ...] = (),
     options: tuple[Any, ...] = (),
-) -> tuple[Tensor, ...]:
-    """Run an algorithm on the path that fits: kernel, operator under torch.compile, or formulas."""
-    if torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in x):
-        return formulas(algorithm, x, time_dim, scalars, options)
+) -> Outputs:
+    """Run an algorithm by the plan that its inputs' metadata asks for.
+
+    `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call, `options` what is
+    part of the plan.
+    """
     if torch.compiler.is_compiling():
-        tensors = [value if isinstance(value, Tensor) else None for value in x]
-        numbers = [float(value) for value in x if value is not None and not isinstance(value, Tensor)]
-        return tuple(
-            torch.ops.rl_triton.fused(
-                algorithm.name, tensors, numbers, list(scalars), [int(option) for option in options], time_dim
-            )
-        )
-    if kernel_serves(getattr(x[0], "device", None)) and torch._C._functorch.peek_interpreter_stack() is None:
-        return kernels.launch(algorithm, x, time_dim, scalars, options)
-    return formulas(algorithm, x, time_dim, scalars, options)
-
-
-def formulas(
-    algorithm: Algorithm, x: Any, time_dim: int, scalars: tuple[float, ...], options: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
-    """The algorithm in plain PyTorch around one scan; differentiable."""
-    layout = resolve(x, time_dim)
-    steps = x._make(time_first(name, value, layout) for name, value in zip(x._fields, x))
-    scan = algorithm.stage(steps, scalars, options)
-    y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
-    return tuple(
-        output.movedim(0, layout.time_dim)
-        .to(layout.dtype, memory_format=torch.contiguous_format)
-        .contiguous()
-        for output in scan.outputs(y)
+        return _traced(algorithm, x, time_dim, scalars, options)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return Formulas(algorithm, x, time_dim, options)(x, scalars)
+    key = (
+        algorithm.name,
+        kernel_serves,
+        time_dim,
+        options,
+        torch.is_grad_enabled(),
+        *[
+            (v.shape, v.stride(), v.dtype, v.device, v.requires_grad)
+            if isinstance(v, Tensor)
+            else v.__class__
+            for v in x
+        ],
     )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _PLANS_KEPT:
+            _plans.clear()
+        plan = _plans[key] = _plan(algorithm, x, time_dim, options)
+    return plan(x, scalars)
+
+
+def _plan(algorithm: Algorithm, x: tuple[Any, ...], time_dim: int, options: tuple[Any, ...]) -> Any:
+    """One kernel launch where Triton serves and no gradient is asked for, else formulas around a scan."""
+    if not _needs_grad(x) and kernel_serves(getattr(x[0], "device", None)):
+        layout = resolve(algorithm.inputs._make(x), time_dim)
+        if 0 not in layout.shape:
+            return kernels.Plan(algorithm, x, layout, options)
+    return Formulas(algorithm, x, time_dim, options)
+
+
+def _needs_grad(x: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in x)
+
+
+class Formulas:
+    """The algorithm in plain PyTorch around one scan; differentiable."""
+
+    def __init__(
+        self, algorithm: Algorithm, x: tuple[Any, ...], time_dim: int, options: tuple[Any, ...]
+    ) -> None:
+        self.algorithm, self.options = algorithm, options
+        self.layout: Layout = resolve(algorithm.inputs._make(x), time_dim)
+
+    def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> Outputs:
+        algorithm, layout = self.algorithm, self.layout
+        if 0 in layout.shape:
+            count = algorithm.outputs(self.options)
+            return tuple(x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(count))
+        inputs = algorithm.inputs
+        steps = inputs._make(time_first(name, value, layout) for name, value in zip(inputs._fields, x))
+        scan = algorithm.stage(steps, scalars, self.options)
+        y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
+        return tuple(
+            output.movedim(0, layout.time_dim).to(layout.dtype).contiguous() for output in scan.outputs(y)
+        )
+
+
+def _traced(
+    algorithm: Algorithm,
+    x: tuple[Any, ...],
+    time_dim: int,
+    scalars: tuple[float, ...],
+    options: tuple[Any, ...],
+) -> Outputs:
+    """Under torch.compile: one operator, or formulas that the compiler fuses around the scan."""
+    if _needs_grad(x):
+        return Formulas(algorithm, x, time_dim, options)(x, scalars)
+    tensors = [v if isinstance(v, Tensor) else None for v in x]
+    numbers = [float(v) for v in x if v is not None and not isinstance(v, Tensor)]
+    flags = [int(option) for option in options]
+    return tuple(torch.ops.rl_triton.fused(algorithm.name, tensors, numbers, list(scalars), flags, time_dim))
 
 
 _library = torch.library.Library("rl_triton", "DEF")
@@ -71,7 +128,7 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     if a.numel() == 0:
         return torch.empty_like(a, memory_format=torch.contiguous_format)
     if kernel_serves(a.device):
-        return kernels.launch(AFFINE, AFFINE.inputs(a, b, init), 0, (), (reverse,))[0]
+        return run(AFFINE, (a, b, init), 0, (), (reverse,))[0]
     return blocked_scan(a, b, init, reverse)
 
 
@@ -113,14 +170,15 @@ def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: 
     return torch.ops.rl_triton.affine_scan(a, b, batched(init, in_dims[2], 0), reverse), 1
 
 
-def _unpack(name: str, inputs: list[Tensor | None], numbers: list[float]) -> Any:
+def _unpack(
+    name: str, inputs: list[Tensor | None], numbers: list[float]
+) -> tuple[Algorithm, tuple[Any, ...]]:
     algorithm = ALGORITHMS[name]
     remaining = iter(numbers)
-    values = (
-        next(remaining) if value is None and field in ("gamma", "lambda_") else value
+    return algorithm, tuple(
+        next(remaining) if value is None and field in COEFFICIENTS else value
         for field, value in zip(algorithm.inputs._fields, inputs)
     )
-    return algorithm, algorithm.inputs._make(values)
 
 
 def _fused(
@@ -145,8 +203,9 @@ def _fused_fake(
     time_dim: int,
 ) -> list[Tensor]:
     algorithm, x = _unpack(name, inputs, numbers)
-    layout = resolve(x, time_dim)
-    return [x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(algorithm.outputs(options))]
+    layout = resolve(algorithm.inputs._make(x), time_dim)
+    count = algorithm.outputs(options)
+    return [x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(count)]
 
 
 for _name, _implementation, _fake in (("affine_scan", _scan, _scan_fake), ("fused", _fused, _fused_fake)):

@@ -43,7 +43,7 @@ def compute_gae(
     return_targets: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     _exclusive(next_values, bootstrap_values, last_value)
-    x = GAE.inputs(
+    x = (
         rewards,
         terminateds,
         truncateds,
@@ -85,7 +85,7 @@ def compute_vtrace(
         check_bound("c_bar", c_bar),
         rho_bar if rho_pg_bar is None else check_bound("rho_pg_bar", rho_pg_bar),
     )
-    x = VTRACE.inputs(
+    x = (
         rewards,
         log_pi_target,
         log_pi_behavior,
@@ -122,7 +122,7 @@ def compute_retrace(
 ) -> tuple[Tensor, Tensor]:
     if next_action_probs_target is None:
         _warn_next_policy()
-    x = RETRACE.inputs(
+    x = (
         rewards,
         action_probs_target,
         action_probs_behavior,
@@ -155,7 +155,7 @@ def compute_retrace_from_log_probs(
     valid: Tensor | None = None,
     time_dim: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    x = RETRACE_LOG.inputs(
+    x = (
         rewards,
         log_pi_target,
         log_pi_behavior,
@@ -183,7 +183,7 @@ def compute_lambda_returns(
     valid: Tensor | None = None,
     time_dim: int = -1,
 ) -> Tensor:
-    x = LAMBDA_RETURNS.inputs(
+    x = (
         rewards,
         terminateds,
         truncateds,
@@ -209,9 +209,7 @@ def compute_discounted_returns(
     valid: Tensor | None = None,
     time_dim: int = -1,
 ) -> Tensor:
-    x = LAMBDA_RETURNS.inputs(
-        rewards, terminateds, truncateds, valid, None, None, bootstrap_values, last_value, gamma, 1.0
-    )
+    x = (rewards, terminateds, truncateds, valid, None, None, bootstrap_values, last_value, gamma, 1.0)
     return _ops.run(LAMBDA_RETURNS, x, time_dim)[0]
 
 
@@ -225,7 +223,7 @@ def compute_eligibility_traces(
     valid: Tensor | None = None,
     time_dim: int = -1,
 ) -> Tensor:
-    x = ELIGIBILITY.inputs(gradients, dones, valid, seed_values, gamma, lambda_)
+    x = (gradients, dones, valid, seed_values, gamma, lambda_)
     return _ops.run(ELIGIBILITY, x, time_dim, (), (False,))[0]
 
 
@@ -240,14 +238,14 @@ def compute_episodic_prefix_sum(
 ) -> Tensor:
     if boundary not in ("ends_at", "starts_at"):
         raise ValueError(f"boundary must be 'ends_at' or 'starts_at', got {boundary!r}")
-    x = TRACES.inputs(inputs, dones, valid, seed_values, 1.0, 1.0)
+    x = (inputs, dones, valid, seed_values, 1.0, 1.0)
     return _ops.run(TRACES, x, time_dim, (), (boundary == "starts_at",))[0]
 
 
 def affine_scan(
     a: Tensor, b: Tensor, *, init: Tensor | None = None, reverse: bool = False, time_dim: int = -1
 ) -> Tensor:
-    return _ops.run(AFFINE, AFFINE.inputs(a, b, init), time_dim, (), (reverse,))[0]
+    return _ops.run(AFFINE, (a, b, init), time_dim, (), (reverse,))[0]
 
 
 _warned_next_policy = False

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 try:
-    from .launch import interpreted, launch
+    from .launch import Plan, interpreted
 except ImportError:
-    interpreted, launch = False, None
+    interpreted, Plan = False, None
 
 
 def serves(device: torch.device | None) -> bool:
     """Whether calls with tensors on this device run on Triton kernels."""
-    if launch is None or device is None:
+    if Plan is None or device is None:
         return False
     return device.type == "cuda" or (device.type == "cpu" and interpreted)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._layout import COEFFICIENTS, EDGES, PER_ACTION, Layout, resolve
+from .._algorithms import Algorithm
+from .._layout import COEFFICIENTS, EDGES, PER_ACTION, Layout
 from .gae import emit_gae, gae_terms
 from .lambda_returns import lambda_returns_terms
 from .retrace import retrace_log_terms, retrace_terms
@@ -94,37 +94,38 @@ def tune(B: int, T: int, F: int, actions: int, looks_ahead: bool) -> Geometry:
 class Plan:
     """How one kind of call runs: strides, tiles, outputs, and one compiled kernel per pointer alignment."""
 
-    def __init__(self, algorithm: Any, x: Any, time_dim: int, options: tuple[Any, ...]) -> None:
-        layout = resolve(x, time_dim)
-        self.shape, self.dtype, self.device = layout.shape, layout.dtype, x[0].device
-        self.compute, self.outputs = layout.compute, algorithm.outputs(options)
-        self.empty = 0 in layout.shape
-        if self.empty:
-            return
+    def __init__(
+        self, algorithm: Algorithm, x: tuple[Any, ...], layout: Layout, options: tuple[Any, ...]
+    ) -> None:
+        fields = algorithm.inputs._fields
+        self.shape, self.dtype, self.compute = tuple(layout.shape), layout.dtype, layout.compute
+        self.contiguous = torch.empty(self.shape, device="meta").stride()
+        self.device = x[0].device
+        self.outputs = algorithm.outputs(options)
 
         # Axes that merge into no single stride are copied, the rest is read where it lies.
-        self.copies: dict[str, tuple[int, ...]] = {}
-        strides: dict[str, Any] = dict.fromkeys(x._fields)
+        self.copies: dict[int, tuple[int, ...]] = {}
+        strides: list[Any] = [None] * len(x)
         actions = 0
-        for name, value in zip(x._fields, x):
+        for i, (name, value) in enumerate(zip(fields, x)):
             if not isinstance(value, Tensor):
                 continue
             if name in PER_ACTION:
                 actions = value.shape[-1]
-            strides[name] = _strides(name, value, layout)
-            if strides[name] is None:
-                self.copies[name] = shape = _expanded(name, value, layout)
-                strides[name] = _strides(name, torch.empty(shape, device="meta"), layout)
-        self.init = next((i for i, name in enumerate(x._fields) if name in ("seed_values", "init")), None)
+            strides[i] = _strides(name, value, layout)
+            if strides[i] is None:
+                self.copies[i] = _expanded(name, value, layout)
+                strides[i] = _strides(name, torch.empty(self.copies[i], device="meta"), layout)
+        self.init = next((i for i, name in enumerate(fields) if name in ("seed_values", "init")), None)
         init_stride = None
         if self.init is not None:
-            init_stride, strides[x._fields[self.init]] = strides[x._fields[self.init]], None
-        out_stride = _strides("", torch.empty(layout.shape, device="meta"), layout)
+            init_stride, strides[self.init] = strides[self.init], None
         # Triton's own tuple has an attribute `values`.
-        names = ["value" if name == "values" else name for name in x._fields]
+        names = ["value" if name == "values" else name for name in fields]
         self.fields = namedtuple(algorithm.inputs.__name__, names)
-        self.strides = (self.fields._make(strides.values()), out_stride, init_stride)
-        self.coefficients = "gamma" in x._fields
+        out_stride = _strides("", torch.empty(self.shape, device="meta"), layout)
+        self.strides = (self.fields._make(strides), out_stride, init_stride)
+        self.coefficients = "gamma" in fields
 
         spec = SPECS[algorithm.name]
         B, T, F = _merged(layout)
@@ -141,122 +142,116 @@ class Plan:
                 spec.looks_ahead,
                 bool(options[0]) if algorithm.name == "affine" else algorithm.name != "traces",
                 int(options[0]) if algorithm.name == "traces" else 0,
-                tl.float64 if layout.compute == torch.float64 else tl.float32,
+                tl.float64 if self.compute == torch.float64 else tl.float32,
                 g.axes,
                 (F if g.axes == "features" else T) % 16 == 0,
                 phase.value,
-                *(g.block_n, g.block_t, g.steps, min(16, power_of_2(actions)), power_of_2(g.chunks)),
+                *(g.block_n, g.block_t, g.steps, min(16, power_of_2(actions))),
+                power_of_2(max(g.chunks, g.block_t)),
             )
             for phase in phases
         ]
         self.launchers: dict[Any, list[Callable[..., None]]] = {}
 
-    def __call__(self, x: Any, scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+        if self.copies:
+            x = tuple(
+                v.expand(self.copies[i]).contiguous() if i in self.copies else v for i, v in enumerate(x)
+            )
         if interpreted:
             return self._interpret(x, scalars)
-        shape, dtype, device = self.shape, self.dtype, self.device
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(self.outputs)]
-        if self.empty:
-            return tuple(outputs)
-        if self.copies:
-            x = self._copied(x)
-        pointers = [value.data_ptr() if isinstance(value, Tensor) else None for value in x]
-        first = outputs[0].data_ptr()
-        second = outputs[1].data_ptr() if len(outputs) == 2 else None
+        index = self.device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self._launch(x, scalars, index)
+        return self._launch(x, scalars, index)
+
+    def _launch(self, x: tuple[Any, ...], scalars: tuple[float, ...], index: int) -> tuple[Tensor, ...]:
+        """The hot path: allocate, gather addresses, launch."""
+        first = _empty(self.shape, self.contiguous, self.dtype)
+        outputs = (first,) if self.outputs == 1 else (first, _empty(self.shape, self.contiguous, self.dtype))
+        addresses = [v.data_ptr() if isinstance(v, Tensor) else 0 for v in x]
+        misaligned = 0
+        for address in addresses:
+            misaligned |= address
+        if misaligned & 15:
+            misaligned = tuple([address & 15 == 0 for address in addresses])
+        else:
+            misaligned = 0
+        launchers = self.launchers.get(misaligned)
+        if launchers is None:
+            launchers = self.launchers[misaligned] = self._compile(x, outputs)
         partials = None
         if self.partials:
-            scratch = torch.empty(self.partials, dtype=self.compute, device=device)
+            scratch = _empty((self.partials,), (1,), self.compute)
             partials = scratch.data_ptr()
-        alignment = 0
-        for pointer in pointers:
-            if pointer is not None:
-                alignment |= pointer
-        if alignment & 15:
-            alignment = tuple([pointer is None or pointer & 15 == 0 for pointer in pointers])
-        else:
-            alignment = None
-        launchers = self.launchers.get(alignment)
-        index = device.index
-        switch = torch._C._cuda_getDevice() != index
-        with torch.cuda.device(index) if switch else _NOTHING:
-            if launchers is None:
-                launchers = self.launchers[alignment] = self._compile(x, outputs)
-            arguments = self._arguments(x, pointers, (first, second), partials, scalars)
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            for launcher, constants in zip(launchers, self.phases):
-                launcher(stream, arguments + constants)
-        return tuple(outputs)
+        written = (first.data_ptr(), outputs[1].data_ptr() if self.outputs == 2 else None)
+        arguments = self._arguments(x, addresses, written, partials, scalars)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        for launcher, constants in zip(launchers, self.phases):
+            launcher(stream, arguments + constants)
+        return outputs
 
-    def _arguments(self, x: Any, pointers: Any, outputs: Any, partials: Any, scalars: Any) -> tuple[Any, ...]:
+    def _arguments(
+        self, x: tuple[Any, ...], pointers: list[Any], outputs: Any, partials: Any, scalars: tuple[float, ...]
+    ) -> tuple[Any, ...]:
+        """The kernel's arguments; pointers are addresses, or tensors for a compiler or interpreter."""
         init = None
         if self.init is not None:
-            init = pointers[self.init]
+            init = pointers[self.init] if x[self.init] is not None else None
             pointers[self.init] = None
         gamma = lambda_ = 1.0
         if self.coefficients:
-            gamma, lambda_ = x[-2:]
-            gamma = 1.0 if isinstance(gamma, Tensor) else float(gamma)
-            lambda_ = 1.0 if isinstance(lambda_, Tensor) else float(lambda_)
-        bounds = scalars if len(scalars) == 3 else (*scalars, 0.0, 0.0, 0.0)[:3]
+            gamma, lambda_ = x[-2], x[-1]
+            if isinstance(gamma, Tensor):
+                gamma = 1.0
+            if isinstance(lambda_, Tensor):
+                lambda_ = 1.0
         strides, out_stride, init_stride = self.strides
         return (
-            self.fields._make(pointers), strides, outputs, out_stride, init, init_stride, partials,
-            gamma, lambda_, *bounds,
+            tuple(pointers), strides, outputs, out_stride, init, init_stride, partials,
+            gamma, lambda_, *scalars, *_NO_BOUNDS[len(scalars) :],
         )  # fmt: skip
 
-    def _copied(self, x: Any) -> Any:
-        return x._replace(
-            **{name: getattr(x, name).expand(shape).contiguous() for name, shape in self.copies.items()}
-        )
-
-    def tensor_arguments(self, x: Any, outputs: Any, scalars: tuple[float, ...] = ()) -> tuple[Any, ...]:
-        """The kernel's arguments with tensors in place of addresses, as a compiler or interpreter wants them."""
-        tensors = [value if isinstance(value, Tensor) else None for value in x]
+    def tensor_arguments(
+        self, x: tuple[Any, ...], outputs: tuple[Tensor, ...], scalars: tuple[float, ...] = ()
+    ) -> tuple[Any, ...]:
+        tensors = [v if isinstance(v, Tensor) else None for v in x]
         partials = outputs[0].new_empty(self.partials, dtype=self.compute) if self.partials else None
-        outputs = tuple(outputs) if len(outputs) == 2 else (outputs[0], None)
-        return self._arguments(x, tensors, outputs, partials, scalars)
+        pointers, *others = self._arguments(x, tensors, (*outputs, None)[:2], partials, scalars)
+        return self.fields._make(pointers), *others
 
-    def _compile(self, x: Any, outputs: list[Tensor]) -> list[Callable[..., None]]:
+    def _compile(self, x: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> list[Callable[..., None]]:
         arguments = self.tensor_arguments(x, outputs)
-        options = {"num_warps": self.num_warps, "enable_fp_fusion": True}
         return [
-            _launcher(scan_kernel.warmup(*arguments, *constants, grid=self.grid, **options), self.grid)
+            _launcher(
+                scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options), self.grid
+            )
             for constants in self.phases
         ]
 
-    def _interpret(self, x: Any, scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        # Triton's default for fusing multiply and add is about to change.
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True}
+
+    def _interpret(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
         # The interpreter truncates where hardware rounds, so that it writes the compute dtype.
-        outputs = [torch.empty(self.shape, dtype=self.compute) for _ in range(self.outputs)]
-        if not self.empty:
-            x = self._copied(x)
-            arguments = self.tensor_arguments(x, outputs, scalars)
-            for constants in self.phases:
-                scan_kernel[self.grid](*arguments, *constants, num_warps=self.num_warps)
+        outputs = tuple(torch.empty(self.shape, dtype=self.compute) for _ in range(self.outputs))
+        arguments = self.tensor_arguments(x, outputs, scalars)
+        for constants in self.phases:
+            scan_kernel[self.grid](*arguments, *constants, **self.compile_options)
         return tuple(output.to(self.dtype) for output in outputs)
 
 
-_NOTHING = nullcontext()
-_plans: dict[Any, Plan] = {}
-# Plans are small, but a caller whose shapes never repeat should not collect them for ever.
-_PLANS_KEPT = 4096
+_NO_BOUNDS = (0.0, 0.0, 0.0)
 
+# The allocation that compiled graphs use costs a fraction of `torch.empty`.
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+if _empty is None:
 
-def launch(
-    algorithm: Any, x: Any, time_dim: int, scalars: tuple[float, ...], options: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
-    """Run an algorithm's kernel on the device of its inputs."""
-    key = (
-        algorithm,
-        time_dim,
-        options,
-        *[(v.shape, v.stride(), v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in x],
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _PLANS_KEPT:
-            _plans.clear()
-        plan = _plans[key] = Plan(algorithm, x, time_dim, options)
-    return plan(x, scalars)
+    def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
 def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:

@@ -13,7 +13,7 @@ from .transition import ahead_of, clipped, discounts, log_ratio, step_value, tra
 @triton.jit
 def retrace_log_terms(
     x, strides, at, T, A, gamma, lambda_, c_bar, rho_bar, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr,
+    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
     expected = load(x.expected_next_q_values, strides.expected_next_q_values, at, DTYPE)
@@ -22,14 +22,14 @@ def retrace_log_terms(
     following = log_ratio(x, strides, shifted(at, T, 1), cut == 0, DTYPE)
     return corrected(
         x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
-        DTYPE,
+        DTYPE, DENSE,
     )  # fmt: skip
 
 
 @triton.jit
 def retrace_terms(
     x, strides, at, T, A, gamma, lambda_, c_bar, rho_bar, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr,
+    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
     expected = expectation(x, strides, at, T, A, terminated, cut, DTYPE, BLOCK_A)
@@ -37,14 +37,14 @@ def retrace_terms(
     following = probability_ratio(x, strides, shifted(at, T, 1), cut == 0, DTYPE)
     return corrected(
         x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
-        DTYPE,
+        DTYPE, DENSE,
     )  # fmt: skip
 
 
 @triton.jit
 def corrected(
     x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)
@@ -52,7 +52,7 @@ def corrected(
     a = reward + scale(g, expected) - q
     b = scale(decay, clipped(following, c_bar, DTYPE))
     rho = clipped(ratio, rho_bar, DTYPE)
-    return a, b, ahead_of(x.q_values, strides.q_values, reward, q, expected, g, rho, at, T, cut, DTYPE)
+    return a, b, ahead_of(x.q_values, strides.q_values, reward, q, expected, g, rho, at, T, cut, DTYPE, DENSE)
 
 
 @triton.jit
@@ -70,12 +70,12 @@ def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
 @triton.jit
 def expectation(x, strides, at, T, A, terminated, cut, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr):
     """`sum_a pi(a|s') Q(s', a)`, BLOCK_A actions at a time; a zero probability selects."""
-    b, f, t, in_rows, in_time = at
+    b, f, t, in_rows, in_time, first = at
     q_offset, q_mask = locate(strides.next_q_values_all, at)
     q_mask = q_mask & (terminated == 0)
     if x.next_action_probs_target is None:
         # The next row's policy; on a cut row its own stands in.
-        own = (b, f, t + tl.where(cut, 0, 1), in_rows, in_time)
+        own = (b, f, t + tl.where(cut, 0, 1), in_rows, in_time, first)
         p_ptr = x.action_probs_target
         p_stride = strides.action_probs_target
     else:

@@ -12,7 +12,7 @@ registers between the two walks. PHASE splits long time axes over programs: REDU
 from entering to leaving state, APPLY composes the maps of the chunks before its own.
 
 An algorithm gives TERMS, which loads a row and returns `a`, `b` and whatever its outputs need later, and EMIT,
-which writes the outputs. All of them see a position as `at = (b, f, t, in_rows, in_time)`.
+which writes the outputs. All of them see a position as `at = (b, f, t, in_rows, in_time, start)`.
 """
 
 import triton
@@ -32,13 +32,13 @@ def scale(c, x):
 @triton.jit
 def combine(a1, b1, a2, b2):
     """The map (a1, b1), then the map (a2, b2)."""
-    return a2 + scale(b2, a1), tl.where((b1 == 0) | (b2 == 0), 0.0, b1 * b2)
+    return a2 + scale(b2, a1), scale(b2, b1)
 
 
 @triton.jit
 def locate(stride, at):
     """Offset and mask of a position. A stride of None is an axis that the tensor does not have or repeats."""
-    b, f, t, in_rows, in_time = at
+    b, f, t, in_rows, in_time, start = at
     offset = tl.zeros([1, 1], tl.int64)
     mask = tl.full([1, 1], 1, tl.int1)
     if stride[0] is not None:
@@ -86,16 +86,38 @@ def coefficient(ptr, stride, number, at, DTYPE: tl.constexpr):
 
 @triton.jit
 def shifted(at, T, by: tl.constexpr):
-    b, f, t, in_rows, in_time = at
-    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T)
+    b, f, t, in_rows, in_time, start = at
+    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T), start
+
+
+@triton.jit
+def load_next(ptr, stride, at, T, value, DTYPE: tl.constexpr, DENSE: tl.constexpr):
+    """Row t+1 of a tile whose row t is `value`.
+
+    With time innermost a load one element off is no vector load, so that four elements take three from their
+    neighbours in registers and load the fourth.
+    """
+    columns: tl.constexpr = value.shape[1]
+    rows: tl.constexpr = value.shape[0]
+    b, f, t, in_rows, in_time, start = at
+    if DENSE and (columns >= 4) and (stride[1] is not None):
+        quads: tl.constexpr = columns // 4
+        even, odd = tl.split(tl.reshape(tl.broadcast_to(value, [rows, columns]), [rows, quads, 2, 2]))
+        _, second = tl.split(even)
+        first, third = tl.split(odd)
+        t_fourth = start + 4 + 4 * tl.arange(0, quads)[None, :]
+        fourth = load(ptr, stride, (b, f, t_fourth, in_rows, t_fourth < T, start), DTYPE)
+        fourth = tl.broadcast_to(fourth, [rows, quads])
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+        return tl.reshape(pairs, [rows, columns])
+    else:
+        return load(ptr, stride, shifted(at, T, 1), DTYPE)
 
 
 @triton.jit
 def store(ptr, stride, at, value):
     offset, mask = locate(stride, at)
-    b, f, t, in_rows, in_time = at
-    value = value + tl.zeros_like(offset + t + b + f).to(value.dtype)
-    tl.store(ptr + offset, value, mask=mask & in_rows & in_time)
+    tl.store(ptr + offset, value, mask=mask)
 
 
 @triton.jit
@@ -186,9 +208,10 @@ def scan_kernel(
         b = row // F
         f = row % F
         in_rows = b < B
+    DENSE: tl.constexpr = STEPS == 1
     first_column: tl.constexpr = 0 if REVERSE else BLOCK_T - 1
 
-    here = (b, f, column, in_rows, column == 0)
+    here = (b, f, column, in_rows, column == 0, 0)
     zeros = tl.zeros([BLOCK_N, 1], DTYPE)
     carry = zeros
     factor = zeros + 1.0
@@ -213,7 +236,8 @@ def scan_kernel(
     blocks = tl.minimum(per_chunk, tl.cdiv(T, BLOCK_T * STEPS) - first)
     for block in range(blocks):
         index = first + (blocks - 1 - block if REVERSE else block)
-        base = index * (BLOCK_T * STEPS) + column * STEPS
+        start = index * (BLOCK_T * STEPS)
+        base = start + column * STEPS
 
         seg_a = tl.zeros([BLOCK_N, BLOCK_T], DTYPE)
         seg_b = seg_a + 1.0
@@ -221,9 +245,9 @@ def scan_kernel(
         for step in tl.static_range(STEPS):
             t = base + (STEPS - 1 - step if REVERSE else step)
             in_time = t < T
-            at = (b, f, t, in_rows, in_time)
+            at = (b, f, t, in_rows, in_time, start)
             a_t, b_t, kept = TERMS(
-                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A
+                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
             )
             if init is None:
                 # Nothing enters the first row.
@@ -248,7 +272,7 @@ def scan_kernel(
             ahead = entering
             for step in tl.static_range(STEPS):
                 t = base + (STEPS - 1 - step if REVERSE else step)
-                at = (b, f, t, in_rows, t < T)
+                at = (b, f, t, in_rows, t < T, start)
                 if STEPS == 1:
                     y = after
                 else:

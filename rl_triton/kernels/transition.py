@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import coefficient, flag, load, load_where, scale, shifted, store
+from .tile import coefficient, flag, load, load_next, load_where, scale, shifted, store
 
 
 @triton.jit
@@ -39,14 +39,14 @@ def discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE: tl.constex
 
 
 @triton.jit
-def next_value(x, strides, at, T, terminated, truncated, cut, DTYPE: tl.constexpr):
-    """The value of `s'_t`: where it comes from depends on the row."""
+def next_value(x, strides, at, T, own, terminated, truncated, cut, DTYPE: tl.constexpr, DENSE: tl.constexpr):
+    """The value of `s'_t`: where it comes from depends on the row, whose own value is `own`."""
     last = at[2] == T - 1
     value = tl.zeros([1, 1], DTYPE)
     if x.next_values is not None:
         value = load(x.next_values, strides.next_values, at, DTYPE)
     elif x.value is not None:
-        value = tl.where(cut, 0.0, load(x.value, strides.value, shifted(at, T, 1), DTYPE))
+        value = tl.where(cut, 0.0, load_next(x.value, strides.value, at, T, own, DTYPE, DENSE))
     if x.bootstrap_values is not None:
         needed = cut
         if x.next_values is not None:
@@ -59,7 +59,7 @@ def next_value(x, strides, at, T, terminated, truncated, cut, DTYPE: tl.constexp
         needed = last
         if x.bootstrap_values is not None:
             needed = last & (truncated == 0)
-        value = tl.where(needed, load_where(needed, x.last_value, strides.last_value, at, DTYPE), value)
+        value = tl.where(needed, load(x.last_value, strides.last_value, at, DTYPE), value)
     return tl.where(terminated, 0.0, value)
 
 
@@ -79,9 +79,12 @@ def log_ratio(x, strides, at, valid, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def ahead_of(baseline, baseline_stride, reward, value, v_next, g, rho, at, T, cut, DTYPE: tl.constexpr):
-    """What `emit_corrected` needs: an advantage looks ahead to the next row's target, on cut rows to `v_next`."""
-    following = load(baseline, baseline_stride, shifted(at, T, 1), DTYPE)
+def ahead_of(
+    baseline, baseline_stride, reward, value, v_next, g, rho, at, T, cut,
+    DTYPE: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """What `emit_corrected` needs: an advantage looks ahead to the next target, on cut rows to `v_next`."""
+    following = load_next(baseline, baseline_stride, at, T, value, DTYPE, DENSE)
     known = reward + scale(g, tl.where(cut, v_next, following)) - value
     return value, rho, known, tl.where(cut, 0.0, g)
 
