@@ -145,12 +145,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures = 1
             candidate.reload()
             print("interrupted: the finished rows are kept", file=sys.stderr)
-        rows = list(candidate.rows.values())
-        print(*filter(None, ("", report.close_table(rows), report.reach_table(rows))), sep="\n")
+        rows = [row for case, row in candidate.rows.items() if case.algorithm in args.algorithms]
+        for part in (report.close_table(rows), report.reach_table(rows, measured_only=True)):
+            print("", part, sep="\n")
         if not args.no_update:
-            print(f"\nstaged {len(rows)} rows in {args.history / report.STAGE}.md and .json")
+            print(f"\nstaged {len(candidate.rows)} rows in {args.history / report.STAGE}.md and .json")
     return int(failures > 0)
 
 
 if __name__ == "__main__":
+    # A run that is killed has said what it knew, also into a pipe.
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     sys.exit(main())

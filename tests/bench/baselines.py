@@ -40,8 +40,6 @@ def of(
     device = next(iter(inputs.values())).device
 
     def compiled(scan: Scan) -> Callable[[], Any]:
-        # A graph of its own for every shape: nothing is left from another one.
-        torch.compiler.reset()
         run = partial(composed, case.algorithm, scan)
         return partial(
             torch.compile(run, fullgraph=True, dynamic=False) if compiles else run, **inputs, **options

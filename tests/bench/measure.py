@@ -30,6 +30,8 @@ def measure(case: Case, device: torch.device, choice: str = "none") -> Row:
     }
     wanted = workload.baselines if case.section == "torchrl" or baselines_of(case, choice) else {}
     others: dict[str, Row] = {}
+    # Fresh graphs for every case: nothing is left of another shape.
+    torch.compiler.reset()
     for name, build in wanted.items():
         try:
             other = build()
@@ -59,8 +61,7 @@ def measure(case: Case, device: torch.device, choice: str = "none") -> Row:
         row |= _on_device(workload.call, workload.inputs, workload.nbytes)
         for name in baselines.COMPILED:
             if name in contenders:
-                on_device = timing.device_time(contenders[name], workload.inputs, workload.nbytes or 0)
-                others[name] |= {"device_us": on_device.median, "launches": on_device.launches}
+                others[name] |= _device_of_peer(contenders[name], workload.inputs, workload.nbytes or 0)
     return row | {"baselines": others}
 
 
@@ -75,6 +76,15 @@ def _on_device(call: Callable[..., Any], inputs: dict[str, torch.Tensor], nbytes
             "copy_percent": 100 * copy / ours.median,
         }
     return row
+
+
+def _device_of_peer(call: Callable[..., Any], inputs: dict[str, torch.Tensor], nbytes: int) -> Row:
+    try:
+        times = timing.device_time(call, inputs, nbytes)
+    except RuntimeError as problem:
+        # What cannot be captured has no device time, but still its full-call one.
+        return {"device_error": str(problem).splitlines()[0]}
+    return {"device_us": times.median, "launches": times.launches}
 
 
 def _tensors(outputs: Any, device: torch.device) -> tuple[torch.Tensor, ...]:

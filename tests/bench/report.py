@@ -216,7 +216,7 @@ the same way; *one op* is the full-call time of `torch.add(x, y)` on the same sh
 microseconds, the 90th percentile in brackets."""
 
 
-def reach_table(rows: list[Row]) -> str:
+def reach_table(rows: list[Row], measured_only: bool = False) -> str:
     lines = [
         (
             check.what,
@@ -228,7 +228,10 @@ def reach_table(rows: list[Row]) -> str:
             check.verdict,
         )
         for check in reach.checks(rows)
+        if check.measured is not None or not measured_only
     ]
+    if not lines:
+        return "No target was measured."
     head = ("what", "of", "target", "measured", "at (worst)", "ratio", "")
     return table(head, lines) + "\n\nA ratio of 1 is the target, above 1 is better."
 
@@ -269,7 +272,7 @@ def baselines_table(rows: list[Row]) -> str:
                     _number(other["full_us"]),
                     f"{other['full_us'] / row['full_us']:.1f}",
                     _number(device),
-                    f"{device / row['device_us']:.1f}" if device else "-",
+                    f"{device / row['device_us']:.1f}" if device else other.get("device_error", "-"),
                 )
             )
             lines.append((*_cells(row)[:2], name, *numbers))
