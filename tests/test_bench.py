@@ -267,7 +267,7 @@ class TestSweep:
         before = files(root)
         self.run(history, "--no-update", "--algorithms", "eligibility_traces", "--section", "short")
         assert files(root) == before
-        assert "full-call" in capsys.readouterr().out
+        assert "eligibility_traces 8 x 8" in capsys.readouterr().out
 
     def test_a_wrong_algorithm_fails_the_run_but_not_the_others(self, history, monkeypatch, capsys):
         replace_algorithm(monkeypatch, "gae", lambda **inputs: (inputs["rewards"], inputs["values"]))
@@ -418,7 +418,8 @@ class TestReport:
         assert f"| {baselines.ASSOCIATIVE} | device |" in shown
         assert baselines.DOUBLING not in shown
 
-    def test_records_come_from_the_newest_report_on_that_gpu(self, root, history, staged):
+    def test_records_come_from_the_newest_report_on_that_gpu(self, root, history, staged, monkeypatch):
+        monkeypatch.setattr(pictures, "draw", lambda data: {})
         name = staged.about["device_name"]
         case = next(iter(staged.rows))
         assert report.recorded(history, name)[case]["full_us"] == 24.0
