@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.modules import GRUModule, LSTMModule
+
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 OBS = 3
 HIDDEN = 4
@@ -48,8 +53,8 @@ def rollout(
     rate: float = 0.2,
     named: bool = False,
     values: bool = False,
-) -> TensorDict:
-    """A batch of windows; `("next", "obs")[t]` is `obs[t+1]` except where the episode or the window ends."""
+) -> Any:
+    """A tensordict of windows; `("next", "obs")[t]` is `obs[t+1]` except where an episode or window ends."""
     time_dim %= len(batch)
     done, terminated, truncated = flags(*batch, *features, rate=rate)
     ends = done.flatten(len(batch)).any(-1, keepdim=True) if features else done.unsqueeze(-1)
@@ -93,18 +98,18 @@ class CountingLinear(nn.Linear):
         return super().forward(input)
 
 
-def value_net(out_features: int = 1, key: str = "state_value", dtype=torch.float32) -> TensorDictModule:
+def value_net(out_features: int = 1, key: str = "state_value", dtype=torch.float32) -> Any:
     return TensorDictModule(CountingLinear(OBS, out_features, dtype=dtype), in_keys=["obs"], out_keys=[key])
 
 
-def recurrent_value_net(kind: str) -> TensorDictSequential:
+def recurrent_value_net(kind: str) -> Any:
     module = {"lstm": LSTMModule, "gru": GRUModule}[kind]
-    memory = module(input_size=OBS, hidden_size=HIDDEN, in_key="obs", out_key="features", device="cpu")
-    head = TensorDictModule(nn.Linear(HIDDEN, 1), in_keys=["features"], out_keys=["state_value"])
+    memory: Any = module(input_size=OBS, hidden_size=HIDDEN, in_key="obs", out_key="features", device="cpu")
+    head: Any = TensorDictModule(nn.Linear(HIDDEN, 1), in_keys=["features"], out_keys=["state_value"])
     return TensorDictSequential(memory, head)
 
 
-def with_hidden_state(data: TensorDict) -> TensorDict:
+def with_hidden_state(data: Any) -> Any:
     """The recurrent state of a memory that starts empty, as its primer writes it."""
     for name in ("recurrent_state", "recurrent_state_h", "recurrent_state_c"):
         data[name] = torch.zeros(*data.shape, 1, HIDDEN)

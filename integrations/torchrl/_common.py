@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import ValueEstimatorBase
+from torchrl.objectives.value.advantages import _self_set_grad_enabled, _self_set_skip_existing
 
 Keys = TypeVar("Keys", bound=type)
 
@@ -29,9 +30,21 @@ def own_fields(cls: Keys) -> Keys:
     return cls
 
 
+def estimator_forward(forward: Any) -> Any:
+    """What TorchRL wraps an estimator's forward in: `skip_existing`, `differentiable`, calls with tensors."""
+    return _self_set_skip_existing(_self_set_grad_enabled(dispatch(forward)))
+
+
 def optional(data: TensorDictBase, key: NestedKey) -> Tensor | None:
     """An entry that is mostly absent: to look for it first costs less than a `get` that finds nothing."""
     return data.get(key) if key in data else None
+
+
+def same_memory(params: Any, target_params: Any) -> bool:
+    """Whether both are the same parameters, as those of a loss that keeps no target network."""
+    return params is not None and all(
+        value.data_ptr() == target_params.get(key).data_ptr() for key, value in params.items(True, True)
+    )
 
 
 def as_bool(flags: Tensor) -> Tensor:
@@ -112,6 +125,7 @@ class Estimator(ValueEstimatorBase):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    value_network: Any
 
     def __init__(self, *, single_pass: bool = False, bootstrap_budget: int | None = None, **kwargs: Any):
         super().__init__(**kwargs)
@@ -131,6 +145,9 @@ class Estimator(ValueEstimatorBase):
             raise KeyError("the tensordict has no entry 'next'")
         return following
 
+    def _get_time_dim(self, time_dim: int | None, data: TensorDictBase) -> int:
+        return super()._get_time_dim(time_dim, data)  # pyright: ignore[reportReturnType]
+
     def _reward(self, following: TensorDictBase) -> Tensor:
         reward = following.get(self.tensor_keys.reward, None)
         if reward is None:
@@ -144,9 +161,9 @@ class Estimator(ValueEstimatorBase):
         if done is not None and terminated is not None and keys.truncated == "truncated":
             return done, terminated
         truncated = optional(following, keys.truncated)
-        if done is None and terminated is None:
-            raise KeyError(f"the tensordict has no entry {('next', keys.done)!r}")
         if terminated is None:
+            if done is None:
+                raise KeyError(f"the tensordict has no entry {('next', keys.done)!r}")
             return done, done if truncated is None else as_bool(done) & ~as_bool(truncated)
         if done is None:
             done = terminated
@@ -194,10 +211,10 @@ class Estimator(ValueEstimatorBase):
         self,
         tensordict: TensorDictBase,
         following: TensorDictBase,
-        params: TensorDictBase | None,
-        target_params: TensorDictBase | None,
+        params: Any,
+        target_params: Any,
         time_dim: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Any, Any]:
         """`(value, next_value, bootstrap)`: of the last two the one that serves, the other is None."""
         key = self.tensor_keys.value
         bootstrap = optional(following, self.tensor_keys.bootstrap)
@@ -211,7 +228,7 @@ class Estimator(ValueEstimatorBase):
             return value, next_value, None
 
         if self.single_pass or self.bootstrap_budget is not None:
-            if target_params is not None and target_params is not params:
+            if target_params is not None and not same_memory(params, target_params):
                 raise ValueError(
                     "target_params need a second pass: leave single_pass and bootstrap_budget off"
                 )
@@ -224,13 +241,13 @@ class Estimator(ValueEstimatorBase):
             own = params is None and target_params is None
             with hold_out_net(self.value_network) if own else nullcontext():
                 value, next_value, valid = self._call_value_nets(
-                    tensordict,
-                    params,
-                    target_params,
-                    self.shifted,
-                    key,
+                    data=tensordict,
+                    params=params,
+                    next_params=target_params,
+                    single_call=self.shifted,
+                    value_key=key,
                     detach_next=True,
-                    vmap_randomness=self.vmap_randomness,
+                    vmap_randomness=str(self.vmap_randomness),
                     time_dim=time_dim,
                 )
         if valid is not None:
@@ -273,7 +290,7 @@ class Estimator(ValueEstimatorBase):
         return data.copy().set("next", finite_next(data, data.get("next"), in_keys))
 
     @contextmanager
-    def _network(self, params: TensorDictBase | None) -> Iterator[TensorDictModuleBase]:
+    def _network(self, params: TensorDictBase | None) -> Iterator[Any]:
         """The value network, with `params` or its own; gradients reach its inputs, not the parameters."""
         net = self.value_network
         with (
@@ -311,13 +328,13 @@ class Estimator(ValueEstimatorBase):
         valid = None
         if single_call:
             value, next_value, valid = self._call_value_net_shifted(
-                self._sanitize_next_obs_nan(self._with_bool_flags(data), net.in_keys),
-                params,
-                next_params,
-                value_key,
-                self._get_time_dim(time_dim, data) + 1,
-                net,
-                lambda inputs: self._run(net, inputs, value_key),
+                data=self._sanitize_next_obs_nan(self._with_bool_flags(data), net.in_keys),
+                params=params,
+                next_params=next_params,
+                value_key=value_key,
+                ndim=self._get_time_dim(time_dim, data) + 1,
+                value_net=net,
+                _call_value_net=lambda inputs: self._run(net, inputs, value_key),
             )
         elif params is None and next_params is None:
             root = data.select(*net.in_keys, value_key, strict=False)
@@ -325,7 +342,7 @@ class Estimator(ValueEstimatorBase):
             following = finite_next(root, following, net.in_keys)
             if "is_init" in root:
                 # The stream of next observations starts anew where the root's does.
-                following.set("is_init", following.get("is_init") | root.get("is_init"))
+                following.set("is_init", following["is_init"] | root["is_init"])
             value, next_value = self._run(net, root, value_key), self._run(net, following, value_key)
         else:
             value, next_value, _ = super()._call_value_nets(
@@ -379,7 +396,7 @@ class Estimator(ValueEstimatorBase):
 
     def _value_rows(
         self,
-        net: TensorDictModuleBase,
+        net: Any,
         root: TensorDictBase,
         successors: TensorDictBase,
         needed: Tensor,
@@ -396,7 +413,8 @@ class Estimator(ValueEstimatorBase):
         # The k-th needed row is the first with k of them up to it; unused budget repeats the last row.
         rows = torch.searchsorted(order, torch.arange(1, budget + 1, device=order.device))
         rows = torch.unravel_index(rows.clamp_max(order.numel() - 1), needed.shape)
-        bootstrap = net(finite_next(root[rows], successors[rows], net.in_keys)).get(key)
+        inputs: Any = root[rows], successors[rows]
+        bootstrap = net(finite_next(inputs[0], inputs[1], net.in_keys)).get(key)
         order = order.view_as(needed)
         granted = needed & (order <= budget)
         bootstrap = bootstrap[(order - 1).clamp(0, budget - 1)]
@@ -404,7 +422,7 @@ class Estimator(ValueEstimatorBase):
 
     def _value_sequences(
         self,
-        net: TensorDictModuleBase,
+        net: Any,
         root: TensorDictBase,
         successors: TensorDictBase,
         needed: Tensor,
@@ -428,7 +446,9 @@ class Estimator(ValueEstimatorBase):
         row = torch.searchsorted(slots, positions.contiguous(), right=True) - 1
         inserted = slots.gather(-1, row) != positions
         source = (row + steps * inserted).movedim(-1, time_dim)
-        values = self._run(net, torch.cat([root, successors], time_dim).gather(time_dim, source), key)
+        streams: Any = [root, successors]
+        inputs: Any = torch.cat(streams, time_dim).gather(time_dim, source)
+        values = self._run(net, inputs, key)
 
         slots = slots.movedim(-1, time_dim)
         index = match_rank(slots.clamp_max(steps + extra - 2), values)

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
-from torchrl.objectives.value.advantages import _self_set_grad_enabled, _self_set_skip_existing
 from torchrl.objectives.value.functional import SHAPE_ERR
 
 from rl_triton import compute_gae
 
-from ._common import Estimator, as_bool, standardize
+from ._common import Estimator, as_bool, estimator_forward, standardize
 
 __all__ = ["GAE", "MultiAgentGAE"]
 
@@ -31,9 +29,7 @@ class GAE(Estimator, torchrl_value.GAE):
     Reference: Schulman et al., 2016, https://arxiv.org/abs/1506.02438
     """
 
-    @_self_set_skip_existing
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(
         self,
         tensordict: TensorDictBase,

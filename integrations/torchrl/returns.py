@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from tensordict import TensorDictBase
-from tensordict.nn import dispatch
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
-from torchrl.objectives.value.advantages import (
-    _self_set_grad_enabled,
-    _self_set_skip_existing,
-    _standardize_by_group,
-)
+from torchrl.objectives.value.advantages import _standardize_by_group
 
 from rl_triton import compute_discounted_returns, compute_lambda_returns
 
-from ._common import Estimator, last_row, match_rank, shift, standardize
+from ._common import Estimator, as_bool, estimator_forward, last_row, match_rank, optional, shift, standardize
 
 __all__ = ["TD1Estimator", "TDLambdaEstimator"]
 
@@ -27,9 +22,7 @@ class _ReturnEstimator(Estimator):
     average_rewards: bool
     _reward_eps: float
 
-    @_self_set_skip_existing
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -47,7 +40,9 @@ class _ReturnEstimator(Estimator):
         following = self._next(tensordict)
         time_dim = self._get_time_dim(time_dim, tensordict)
         value, next_value, bootstrap = self._values(tensordict, following, params, target_params, time_dim)
-        target = self._estimate(tensordict, following, value, next_value, bootstrap, time_dim)
+        if bootstrap is not None:
+            next_value = shift(value, last_row(bootstrap, time_dim), time_dim)
+        target = self._estimate(tensordict, following, next_value, bootstrap, time_dim)
         advantage = target - value
         valid = self._valid(tensordict, advantage)
         tensordict.set(
@@ -66,22 +61,23 @@ class _ReturnEstimator(Estimator):
     ) -> Tensor:
         """The returns alone; `next_value`, if given, replaces the tensordict's entry and the network's."""
         following = self._next(tensordict)
-        value = bootstrap = None
+        time_dim = self._get_time_dim(time_dim, tensordict)
+        bootstrap = None
         if next_value is None:
-            bootstrap = following.get(self.tensor_keys.bootstrap, None)
+            bootstrap = optional(following, self.tensor_keys.bootstrap)
             if bootstrap is None:
                 next_value = self._next_value(tensordict, target_params, kwargs)
             else:
                 value = self._root_value(tensordict, target_params)
-        time_dim = self._get_time_dim(time_dim, tensordict)
-        return self._estimate(tensordict, following, value, next_value, bootstrap, time_dim)
+                bootstrap = match_rank(bootstrap, value)
+                next_value = shift(value, last_row(bootstrap, time_dim), time_dim)
+        return self._estimate(tensordict, following, next_value, bootstrap, time_dim)
 
     def _estimate(
         self,
         tensordict: TensorDictBase,
         following: TensorDictBase,
-        value: Tensor | None,
-        next_value: Tensor | None,
+        next_value: Tensor,
         bootstrap: Tensor | None,
         time_dim: int,
     ) -> Tensor:
@@ -91,17 +87,15 @@ class _ReturnEstimator(Estimator):
             reward = self._standardized(tensordict, reward)
             # Whoever reads the rewards later sees the ones that the returns are made of.
             following.set(self.tensor_keys.reward, reward)
-        if bootstrap is not None:
-            bootstrap = match_rank(bootstrap, reward)
         done, terminated = self._ends(tensordict, following, time_dim)
-        options = {"valid": self._valid(tensordict, reward), "time_dim": time_dim}
-        return self._returns(reward, value, next_value, bootstrap, terminated, done, gamma, options)
+        rows = reward, next_value, terminated, done
+        return self._returns(*rows, gamma, bootstrap, self._valid(tensordict, reward), time_dim)
 
     def _standardized(self, tensordict: TensorDictBase, reward: Tensor) -> Tensor:
         groups = self._group_ids(tensordict)
-        valid = tensordict.get(self.tensor_keys.valid, None)
+        valid = optional(tensordict, self.tensor_keys.valid)
         if valid is not None:
-            valid = match_rank(valid != 0, reward).expand_as(reward)
+            valid = match_rank(as_bool(valid), reward).expand_as(reward)
         if groups is not None:
             return _standardize_by_group(reward, groups, valid, self._reward_eps)
         if valid is not None:
@@ -111,13 +105,13 @@ class _ReturnEstimator(Estimator):
     def _returns(
         self,
         reward: Tensor,
-        value: Tensor | None,
-        next_value: Tensor | None,
-        bootstrap: Tensor | None,
+        next_value: Tensor,
         terminated: Tensor,
         done: Tensor,
         gamma: Tensor,
-        options: dict[str, Any],
+        bootstrap: Tensor | None,
+        valid: Tensor | None,
+        time_dim: int,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -136,14 +130,10 @@ class TDLambdaEstimator(_ReturnEstimator, torchrl_value.TDLambdaEstimator):
 
     _reward_eps = 1e-4
 
-    def _returns(self, reward, value, next_value, bootstrap, terminated, done, gamma, options):
-        last = None
-        if next_value is None:
-            last = last_row(bootstrap, options["time_dim"])
-            next_value = shift(value, last, options["time_dim"])
+    def _returns(self, reward, next_value, terminated, done, gamma, bootstrap, valid, time_dim):
         lmbda = self._coefficient("lmbda", reward.device)
         return compute_lambda_returns(
-            reward, next_value, terminated, done, gamma, lmbda, bootstrap, last_value=last, **options
+            reward, next_value, terminated, done, gamma, lmbda, bootstrap, valid=valid, time_dim=time_dim
         )
 
 
@@ -158,6 +148,8 @@ class TD1Estimator(_ReturnEstimator, torchrl_value.TD1Estimator):
 
     _reward_eps = 1e-5
 
-    def _returns(self, reward, value, next_value, bootstrap, terminated, done, gamma, options):
+    def _returns(self, reward, next_value, terminated, done, gamma, bootstrap, valid, time_dim):
         bootstrap = next_value if bootstrap is None else bootstrap
-        return compute_discounted_returns(reward, terminated, done, gamma, bootstrap, **options)
+        return compute_discounted_returns(
+            reward, terminated, done, gamma, bootstrap, valid=valid, time_dim=time_dim
+        )
