@@ -20,7 +20,7 @@ SHAPES = ((8, 128), (1, 2048), (1, 128), (16, 32), (64, 128), (32, 512), (1024, 
 # How many times faster than the default form; than the vectorized one it is never to be slower.
 TARGETS = {(8, 128): 5.0, (1, 2048): 10.0}
 KINDS = {
-    "function": (("gae", "", BATCH_MAJOR), baselines.TORCHRL, baselines.TORCHRL_VECTORIZED),
+    "function": (("gae", "next_values", BATCH_MAJOR), baselines.TORCHRL, baselines.TORCHRL_VECTORIZED),
     "module": ((TORCHRL, "GAE", TRAILING), baselines.TORCHRL_MODULE, baselines.TORCHRL_MODULE_VECTORIZED),
 }
 
