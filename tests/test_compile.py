@@ -1,0 +1,106 @@
+"""torch.compile without graph breaks or recompiles, and functorch's transforms."""
+
+import shutil
+
+import pytest
+import torch
+from cases import FULL, call, choice_id, problem
+from poison import floating
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rl_triton
+
+every_function = pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(name, backend="aot_eager", **options):
+    function = getattr(rl_triton, name)
+    return torch.compile(
+        lambda kwargs: call_plain(function, kwargs), backend=backend, fullgraph=True, **options
+    )
+
+
+def call_plain(function, kwargs):
+    outputs = function(**kwargs)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def same(actual, expected):
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@every_function
+def test_one_graph(path, device, name, given, dynamic):
+    kwargs = problem(name, given=given, device=device)
+    same(compiled(name, dynamic=dynamic)(kwargs), call(getattr(rl_triton, name), kwargs))
+
+
+@pytest.mark.parametrize("time_dim", [-1, 0])
+@every_function
+def test_no_recompile_as_sizes_change(device, name, given, time_dim):
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled(name, counter, dynamic=True)
+    counts = []
+    # Sizes that are equal at first are taken to be equal ever after, so that all of them differ here.
+    for N, T in ((5, 7), (6, 9), (16, 32), (33, 17)):
+        kwargs = problem(name, (N,), T, given, time_dim=time_dim, device=device)
+        same(function(kwargs), call(getattr(rl_triton, name), kwargs))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+
+
+@every_function
+def test_gradients_through_a_compiled_call(device, name, given):
+    kwargs = problem(name, given=given, device=device)
+    keys = floating(kwargs)
+
+    def gradients(function):
+        inputs = {key: kwargs[key].clone().requires_grad_() for key in keys}
+        loss = torch.stack([y.square().sum() for y in function(kwargs | inputs)]).sum()
+        return torch.autograd.grad(loss, list(inputs.values()))
+
+    same(gradients(compiled(name)), gradients(lambda kwargs: call(getattr(rl_triton, name), kwargs)))
+
+
+def test_a_tensor_gamma_is_no_reason_to_recompile(path, device):
+    counter = CompileCounterWithBackend("aot_eager")
+    function = compiled("compute_gae", counter, dynamic=True)
+    counts = []
+    for gamma in (0.9, 0.95, 0.99):
+        kwargs = problem("compute_gae", device=device, gamma=torch.tensor(gamma, device=device))
+        same(function(kwargs), call(rl_triton.compute_gae, kwargs))
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler backend needs a C++ compiler")
+def test_fused_with_its_surroundings(device):
+    """What a training step does around the call, in one graph of the default backend."""
+    kwargs = problem("compute_gae", given=("truncateds", "last_value"), device=device)
+
+    def step(kwargs):
+        advantages, targets = rl_triton.compute_gae(**kwargs, return_targets=True)
+        return (advantages - advantages.mean()) / advantages.std(), targets.flatten()
+
+    same(torch.compile(step, fullgraph=True)(kwargs), step(kwargs))
+
+
+@every_function
+def test_vmap_over_a_leading_axis(path, device, name, given):
+    stacked = problem(name, (4, 3), 7, given, device=device)
+    tensors = {k: x for k, x in stacked.items() if isinstance(x, Tensor)}
+    others = {k: x for k, x in stacked.items() if k not in tensors}
+    function = getattr(rl_triton, name)
+    mapped = torch.func.vmap(lambda tensors: call(function, tensors | others))(tensors)
+    same(mapped, call(function, stacked))
