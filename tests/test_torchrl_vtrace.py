@@ -753,3 +753,14 @@ def test_observations_may_be_nan_where_an_episode_terminates():
     want = module(td.clone())["advantage"]
     td["next", "obs"].masked_fill_(td["next", "terminated"], torch.nan)
     assert module(td)["advantage"].equal(want)
+
+
+# TensorDict reads a setting that PyTorch deprecates.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiles_without_a_graph_break():
+    actor, value = gaussian_actor(), critic()
+    td = rollout()
+    module = VTrace(gamma=GAMMA, actor_network=actor, value_network=value)
+    want = module(td.clone())["advantage"]
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(td)["advantage"], want)

@@ -14,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 from torchrl.objectives.utils import hold_out_net
+from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.objectives.value.advantages import (
     _call_actor_net,
     _self_set_grad_enabled,
@@ -26,6 +27,9 @@ from .functional import Coefficient, clipped_vtrace
 
 # Where a collecting policy leaves its log-probability, by the setting of `composite_lp_aggregate`.
 LOG_PROB_KEYS = ("action_log_prob", "sample_log_prob")
+
+# As a function, because torch.compile cannot follow `super()` to a property.
+_base_in_keys: Any = ValueEstimatorBase.in_keys.fget
 
 
 class VTrace(Estimator, torchrl_value.VTrace):
@@ -104,9 +108,8 @@ class VTrace(Estimator, torchrl_value.VTrace):
     @property
     def in_keys(self) -> list[NestedKey]:
         keys = self.tensor_keys
-        networks = super().in_keys
-        # TorchRL appends the log-probability last, as one entry also where it is a list of keys.
-        log_prob = networks.pop()
+        networks = _base_in_keys(self)
+        log_prob = keys.sample_log_prob
         needed = log_prob if isinstance(log_prob, list) else [log_prob]
         if self.actor_network is None:
             needed = [*needed, keys.log_pi]
