@@ -17,24 +17,17 @@ assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 OBS = 3
 HIDDEN = 4
 
-# Operators whose result or result's shape the host has to wait for.
-SYNCHRONISING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "masked_select",
-    "equal",
-    "_unique2",
-    "unique_dim",
-)
+# Operators whose result, or whose result's shape, the host waits for.
+SYNCHRONISING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
 
 
 class ForbidSync(TorchDispatchMode):
-    """Fails where a CUDA tensor would make the host wait, on CPU tensors too."""
+    """Fails on the CPU too where a CUDA tensor would make the host wait, or needs a list from the host."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in SYNCHRONISING, f"{name} waits for the device"
+        assert name != "lift_fresh" or args[0].numel() == 1, "a list is copied to the device"
         return func(*args, **(kwargs or {}))
 
 

@@ -67,6 +67,21 @@ def test_stored_values_equal_torchrl(batch, time_dim, features, vectorized):
     assert_same(*both(data, time_dim=time_dim, vectorized=vectorized))
 
 
+def test_on_every_path(path):
+    data = rollout(2, 5, named=True)
+    for options in ({}, {"shifted": True}, {"single_pass": True}):
+        module = gae(value_network=value_net(), **options)
+        expected = gae(torchrl_value.GAE, value_network=module.value_network)(data.copy())
+        out = module(data.copy())
+        if not options.get("shifted") or out["shifted_valid"].all():
+            assert_same(expected, out)
+    data["state_value"], data["next", "state_value"] = torch.randn(2, 2, 5, 3, 1)
+    expected, out = both(data, "MultiAgentGAE")
+    assert_same(expected, out)
+    data["steps_to_next_obs"] = torch.ones(2, 5, 1, dtype=torch.long)
+    assert_same(expected, gae(MultiAgentGAE)(data))
+
+
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("how", ["name", "positive", "negative", "call"])
 def test_time_dim(how, shifted):

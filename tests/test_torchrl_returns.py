@@ -253,8 +253,9 @@ def test_pickle_deepcopy_and_state(name):
 def test_no_synchronisation(name, options):
     data = rollout(3, 8)
     data["valid"] = torch.rand(3, 8, 1) < 0.8
+    module = make(name, value_network=value_net(), **options)
     with ForbidSync():
-        make(name, value_network=value_net(), **options)(data)
+        module(data)
 
 
 def test_fullgraph_compilation(name):

@@ -67,6 +67,15 @@ def shift(values: Tensor, last: Tensor, time_dim: int) -> Tensor:
     return torch.cat([values.narrow(time_dim, 1, values.shape[time_dim] - 1), last], time_dim)
 
 
+def unravel(index: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """`torch.unravel_index` without its copy of the shape to the device."""
+    coordinates = []
+    for size in reversed(shape):
+        coordinates.append(index % size)
+        index = index // size
+    return tuple(reversed(coordinates))
+
+
 def standardize(x: Tensor, valid: Tensor, dims: tuple[int, ...] | None = None, eps: float = 1e-4) -> Tensor:
     """Zero mean and unit variance over the entries that `valid` selects; the others become 0."""
     dims = tuple(range(x.dim())) if dims is None else dims
@@ -412,7 +421,7 @@ class Estimator(ValueEstimatorBase):
             return value, held, torch.ones_like(needed)
         # The k-th needed row is the first with k of them up to it; unused budget repeats the last row.
         rows = torch.searchsorted(order, torch.arange(1, budget + 1, device=order.device))
-        rows = torch.unravel_index(rows.clamp_max(order.numel() - 1), needed.shape)
+        rows = unravel(rows.clamp_max(order.numel() - 1), needed.shape)
         inputs: Any = root[rows], successors[rows]
         bootstrap = net(finite_next(inputs[0], inputs[1], net.in_keys)).get(key)
         order = order.view_as(needed)
