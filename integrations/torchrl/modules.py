@@ -3,8 +3,9 @@
 They read their inputs from the tensordict and call no network. `set_keys` renames entries, flat or nested.
 Reward, done, terminated and truncated flags are read under `"next"`; a flag says that the episode ends at
 row t. The time dimension is `time_dim` (of the call, else of the constructor), else the one named `"time"`,
-else the last batch dimension. Entries `[*B, T]` and `[*B, T, 1]` mean the same, and `valid` masks rows out
-of the computation. Without `differentiable` the results carry no graph.
+else the last batch dimension; calls with tensors, which show no batch size, should name it. Entries
+`[*B, T]` and `[*B, T, 1]` mean the same, and `valid` masks rows out of the computation. Without
+`differentiable` the results carry no graph.
 """
 
 from __future__ import annotations
