@@ -1,10 +1,11 @@
 """torch.compile without graph breaks or recompiles, and functorch's transforms."""
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
-from cases import FULL, call, choice_id, problem
+from cases import FULL, as_tuple, call, choice_id, problem
 from poison import floating
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -21,16 +22,13 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def compiled(name, backend="aot_eager", **options):
+def compiled(name: str, backend: Any = "aot_eager", **options: Any) -> Any:
     function = getattr(rl_triton, name)
-    return torch.compile(
-        lambda kwargs: call_plain(function, kwargs), backend=backend, fullgraph=True, **options
-    )
 
+    def outputs(kwargs):
+        return as_tuple(function(**kwargs))
 
-def call_plain(function, kwargs):
-    outputs = function(**kwargs)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.compile(outputs, backend=backend, fullgraph=True, **options)
 
 
 def same(actual, expected):

@@ -1,0 +1,73 @@
+"""Compile the kernels for a GPU that this machine need not have: `python offline_compile.py cuda 90`."""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from cases import FULL, call, problem
+from triton.backends.compiler import GPUTarget
+
+import rl_triton
+from rl_triton import _ops
+from rl_triton.kernels import launch
+
+# Every tile: time innermost, batch innermost, both, and a time axis that is split over programs.
+SHAPES = {
+    "time": {"batch": (64,), "T": 128},
+    "features": {"batch": (64,), "T": 128, "time_dim": 0},
+    "mixed": {"batch": (8, 3), "T": 20, "time_dim": 1},
+    "split": {"batch": (1,), "T": 8192},
+}
+
+
+class Driver:
+    """As much of a Triton driver as compiling takes."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_instead_of_launching(binaries):
+    def compile_only(self, x, scalars):
+        outputs = tuple(torch.empty(self.shape, dtype=self.dtype) for _ in range(self.outputs))
+        arguments = self.tensor_arguments(x, outputs, scalars)
+        for constants in self.phases:
+            kernel = launch.scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options)
+            binaries.append(kernel.asm)
+        return outputs
+
+    launch.Plan.__call__ = compile_only
+    _ops.kernel_serves = lambda device: True
+
+
+def main(backend, arch):
+    cuda = backend == "cuda"
+    target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
+    driver: Any = Driver(target)
+    triton.runtime.driver.set_active(driver)
+    binaries = []
+    compile_instead_of_launching(binaries)
+    problems: list[Any] = [(name, given, SHAPES["time"]) for name, given in FULL]
+    problems += [("compute_vtrace", ("valid",), shape) for shape in SHAPES.values()]
+    problems += [
+        ("compute_gae", (), SHAPES["time"] | {"dtype": dtype}) for dtype in (torch.bfloat16, torch.float64)
+    ]
+    for name, given, shape in problems:
+        call(getattr(rl_triton, name), problem(name, given=given, **shape))
+    binary = "cubin" if cuda else "hsaco"
+    assert all(asm[binary] for asm in binaries)
+    print(f"{len(binaries)} kernels for {backend} {arch}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
