@@ -70,19 +70,19 @@ def tune(B: int, T: int, F: int, actions: int, looks_ahead: bool) -> Geometry:
         axes = "features"
         steps = min(8, power_of_2(T))
         block_t = min(16, power_of_2(-(-T // steps)))
-        block_n = min(32, power_of_2(F))
+        block_n = min(16, power_of_2(F))
         groups = B * -(-F // block_n)
     else:
         axes = "time" if F == 1 else "mixed"
-        steps = 1
-        block_t = min(2048, power_of_2(T))
-        block_n = min(max(1, 512 // block_t), power_of_2(B * F))
+        steps = min(4, power_of_2(T))
+        block_t = min(256, power_of_2(-(-T // steps)))
+        block_n = min(max(1, 128 // block_t), power_of_2(B * F))
         groups = -(-B * F // block_n)
     if actions:
-        block_t = min(block_t, 64)
-        block_n = min(block_n, max(1, 128 // block_t))
+        block_t = min(block_t, 16)
+        block_n = min(block_n, max(1, 32 // block_t))
         groups = B * -(-F // block_n) if axes == "features" else -(-B * F // block_n)
-    num_warps = max(1, min(8, block_n * block_t // 128))
+    num_warps = max(1, min(8, block_n * block_t // 32))
     chunks, length = 1, T
     block = block_t * steps
     if T > 4096 and groups < 264:

@@ -4,12 +4,13 @@ The kernel walks `y[t] = a[t] + b[t] * y[t -+ 1]` over tensors seen as `[B, T, F
 b and f) and goes through time in blocks of BLOCK_T segments of STEPS rows each:
 
 1. every segment is walked from a zero state, row by row, with the product of its `b` beside it;
-2. an associative scan over the segments gives the state that enters each;
+2. an associative scan over the segments, the columns of the tile, gives the state that enters each;
 3. the rows take that state and are written.
 
-STEPS = 1 is a plain tile scan, for memory with time innermost; longer segments keep rows with F innermost in
-registers between the two walks. PHASE splits long time axes over programs: REDUCE stores each chunk's map
-from entering to leaving state, APPLY composes the maps of the chunks before its own.
+With time innermost a block is loaded whole, vectors along time, and a segment is what one thread holds. With features
+innermost the rows of a segment are loaded one by one, vectors along features. PHASE splits long time axes over
+programs: REDUCE stores each chunk's map from entering to leaving state, APPLY composes the maps of the
+chunks before its own.
 
 An algorithm gives TERMS, which loads a row and returns `a`, `b` and whatever its outputs need later, and EMIT,
 which writes the outputs. All of them see a position as `at = (b, f, t, in_rows, in_time, start)`.
@@ -38,7 +39,7 @@ def combine(a1, b1, a2, b2):
 @triton.jit
 def locate(stride, at):
     """Offset and mask of a position. A stride of None is an axis that the tensor does not have or repeats."""
-    b, f, t, in_rows, in_time, start = at
+    b, f, t, in_rows, in_time, segment = at
     offset = tl.zeros([1, 1], tl.int64)
     mask = tl.full([1, 1], 1, tl.int1)
     if stride[0] is not None:
@@ -86,30 +87,67 @@ def coefficient(ptr, stride, number, at, DTYPE: tl.constexpr):
 
 @triton.jit
 def shifted(at, T, by: tl.constexpr):
-    b, f, t, in_rows, in_time, start = at
-    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T), start
+    b, f, t, in_rows, in_time, segment = at
+    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T), segment
+
+
+@triton.jit
+def split_rows(x, STEPS: tl.constexpr):
+    """A dense tile of segments as one tile per row of a segment; all of it stays in its registers."""
+    if STEPS == 1:
+        return (x,)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        if STEPS == 2:
+            return even, odd
+        else:
+            tl.static_assert(STEPS == 4)
+            half: tl.constexpr = x.shape[1] // 4
+            first, third = tl.split(tl.reshape(even, [x.shape[0], half, 2]))
+            second, fourth = tl.split(tl.reshape(odd, [x.shape[0], half, 2]))
+            return first, second, third, fourth
+
+
+@triton.jit
+def join_rows(rows, STEPS: tl.constexpr):
+    """The inverse of `split_rows`."""
+    if STEPS == 1:
+        return rows[0]
+    elif STEPS == 2:
+        return join_pair(rows[0], rows[1])
+    else:
+        return join_pair(join_pair(rows[0], rows[2]), join_pair(rows[1], rows[3]))
+
+
+@triton.jit
+def join_pair(even, odd):
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
+def move_up(rows, last, STEPS: tl.constexpr):
+    """Rows 1, 2, ... of each segment, then `last`."""
+    if STEPS == 1:
+        return (last,)
+    elif STEPS == 2:
+        return rows[1], last
+    else:
+        return rows[1], rows[2], rows[3], last
 
 
 @triton.jit
 def load_next(ptr, stride, at, T, value, DTYPE: tl.constexpr, DENSE: tl.constexpr):
     """Row t+1 of a tile whose row t is `value`.
 
-    With time innermost a load one element off is no vector load, so that four elements take three from their
-    neighbours in registers and load the fourth.
+    With time innermost a load one row off is no vector load, so that a segment takes all rows but
+    its last from registers.
     """
-    columns: tl.constexpr = value.shape[1]
-    rows: tl.constexpr = value.shape[0]
-    b, f, t, in_rows, in_time, start = at
-    if DENSE and (columns >= 4) and (stride[1] is not None):
-        quads: tl.constexpr = columns // 4
-        even, odd = tl.split(tl.reshape(tl.broadcast_to(value, [rows, columns]), [rows, quads, 2, 2]))
-        _, second = tl.split(even)
-        first, third = tl.split(odd)
-        t_fourth = start + 4 + 4 * tl.arange(0, quads)[None, :]
-        fourth = load(ptr, stride, (b, f, t_fourth, in_rows, t_fourth < T, start), DTYPE)
-        fourth = tl.broadcast_to(fourth, [rows, quads])
-        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
-        return tl.reshape(pairs, [rows, columns])
+    b, f, t, in_rows, in_time, segment = at
+    if (DENSE > 1) and (stride[1] is not None):
+        beyond = segment + DENSE
+        last = load(ptr, stride, (b, f, beyond, in_rows, beyond < T, beyond), DTYPE)
+        rows = split_rows(tl.broadcast_to(value, [in_rows.shape[0], t.shape[1]]), DENSE)
+        return join_rows(move_up(rows, tl.broadcast_to(last, rows[0].shape), DENSE), DENSE)
     else:
         return load(ptr, stride, shifted(at, T, 1), DTYPE)
 
@@ -135,16 +173,37 @@ def combine_exclusive(a1, b1, pa1, pb1, a2, b2, pa2, pb2):
 
 
 @triton.jit
-def scan_columns(a, b, carry, REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
+def within_bounds(a, b, at, T, init, REVERSE: tl.constexpr):
+    """Outside, the state is handed on unchanged; without `init` nothing enters the first row."""
+    t = at[2]
+    if init is None:
+        b = tl.where(t == (T - 1 if REVERSE else 0), 0.0, b)
+    live = at[3] & at[4]
+    return tl.where(live, a, 0.0), tl.where(live, b, 1.0)
+
+
+@triton.jit
+def turned(rows, REVERSE: tl.constexpr, STEPS: tl.constexpr):
+    """Rows of a segment from time order to scan order, or back."""
+    if REVERSE and STEPS == 2:
+        return rows[1], rows[0]
+    elif REVERSE and STEPS == 4:
+        return rows[3], rows[2], rows[1], rows[0]
+    else:
+        return rows
+
+
+@triton.jit
+def scan_columns(a, b, carry, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
     """Scan the maps of all columns: the state after each one, the state before it if asked for, and the map's b."""
     if BLOCK_T == 1:
         return a + scale(b, carry), carry + tl.zeros_like(a), b
     elif EXCLUSIVE:
         none = tl.zeros_like(a)
-        a, b, pa, pb = tl.associative_scan((a, b, none, none + 1.0), 1, combine_exclusive, reverse=REVERSE)
+        a, b, pa, pb = tl.associative_scan((a, b, none, none + 1.0), 1, combine_exclusive)
         return a + scale(b, carry), pa + scale(pb, carry), b
     else:
-        a, b = tl.associative_scan((a, b), 1, combine, reverse=REVERSE)
+        a, b = tl.associative_scan((a, b), 1, combine)
         after = a + scale(b, carry)
         return after, after, b
 
@@ -208,27 +267,35 @@ def scan_kernel(
         b = row // F
         f = row % F
         in_rows = b < B
-    DENSE: tl.constexpr = STEPS == 1
-    first_column: tl.constexpr = 0 if REVERSE else BLOCK_T - 1
+    LAST: tl.constexpr = BLOCK_T - 1
+    # A dense tile is loaded whole, with the rows of a segment side by side in one thread.
+    DENSE: tl.constexpr = 0 if AXES == "features" else STEPS
+    EXCLUSIVE: tl.constexpr = (PHASE != REDUCE) and (LOOKS_AHEAD or STEPS > 1)
+    # Columns go in scan order, so that every scan is a forward one.
+    order = LAST - column if REVERSE else column
 
-    here = (b, f, column, in_rows, column == 0, 0)
     zeros = tl.zeros([BLOCK_N, 1], DTYPE)
     carry = zeros
     factor = zeros + 1.0
     if PHASE != REDUCE:
         if init is not None:
+            here = (b, f, column, in_rows, column == 0, column)
             carry = carry + load(init, init_stride, here, DTYPE)
     if PHASE == APPLY:
         # Compose the maps of the chunks that come before this one in scan order.
         c = tl.arange(0, BLOCK_C)[None, :]
-        before = (c > chunk) if REVERSE else (c < chunk)
-        before = before & (c < chunks) & in_rows
-        place = (b * F + f) * chunks + c
+        if REVERSE:
+            source = chunks - 1 - c
+            before = source > chunk
+        else:
+            source = c
+            before = source < chunk
+        place = (b * F + f) * chunks + source
+        before = before & in_rows
         map_a = tl.load(partials + place, mask=before, other=0.0)
         map_b = tl.load(partials + B.to(tl.int64) * F * chunks + place, mask=before, other=1.0)
-        map_a, map_b = tl.associative_scan((map_a, map_b), 1, combine, reverse=REVERSE)
-        outermost: tl.constexpr = 0 if REVERSE else BLOCK_C - 1
-        carry = edge(map_a, c, outermost) + scale(edge(map_b, c, outermost), carry)
+        map_a, map_b = tl.associative_scan((map_a, map_b), 1, combine)
+        carry = edge(map_a, c, BLOCK_C - 1) + scale(edge(map_b, c, BLOCK_C - 1), carry)
 
     # Chunks are whole numbers of blocks.
     per_chunk = tl.cdiv(length, BLOCK_T * STEPS)
@@ -236,26 +303,33 @@ def scan_kernel(
     blocks = tl.minimum(per_chunk, tl.cdiv(T, BLOCK_T * STEPS) - first)
     for block in range(blocks):
         index = first + (blocks - 1 - block if REVERSE else block)
-        start = index * (BLOCK_T * STEPS)
-        base = start + column * STEPS
+        segment = index * (BLOCK_T * STEPS) + order * STEPS
+        if DENSE:
+            i = tl.arange(0, BLOCK_T * STEPS)[None, :]
+            within = LAST - i // STEPS if REVERSE else i // STEPS
+            t = index * (BLOCK_T * STEPS) + within * STEPS + i % STEPS
+            at = (b, f, t, in_rows, t < T, segment)
+            a_t, b_t, kept = TERMS(
+                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
+            )
+            a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
+            a_rows = turned(split_rows(a_t, STEPS), REVERSE, STEPS)
+            b_rows = turned(split_rows(b_t, STEPS), REVERSE, STEPS)
 
         seg_a = tl.zeros([BLOCK_N, BLOCK_T], DTYPE)
         seg_b = seg_a + 1.0
         walked = ()
         for step in tl.static_range(STEPS):
-            t = base + (STEPS - 1 - step if REVERSE else step)
-            in_time = t < T
-            at = (b, f, t, in_rows, in_time, start)
-            a_t, b_t, kept = TERMS(
-                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
-            )
-            if init is None:
-                # Nothing enters the first row.
-                b_t = tl.where(t == (T - 1 if REVERSE else 0), 0.0, b_t)
-            # Outside, the state is handed on unchanged.
-            live = in_rows & in_time
-            a_t = tl.where(live, a_t, 0.0)
-            b_t = tl.where(live, b_t, 1.0)
+            if DENSE:
+                a_t = a_rows[step]
+                b_t = b_rows[step]
+            else:
+                t = segment + (STEPS - 1 - step if REVERSE else step)
+                at = (b, f, t, in_rows, t < T, segment)
+                a_t, b_t, kept = TERMS(
+                    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
+                )
+                a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
             if step == 0:
                 seg_a = a_t
                 seg_b = b_t
@@ -263,23 +337,29 @@ def scan_kernel(
                 seg_a, seg_b = combine(seg_a, seg_b, a_t, b_t)
             walked = walked + ((seg_a, seg_b, kept),)
 
-        after, entering, factors = scan_columns(
-            seg_a, seg_b, carry, REVERSE, PHASE != REDUCE and (LOOKS_AHEAD or STEPS > 1), BLOCK_T
-        )
+        after, entering, factors = scan_columns(seg_a, seg_b, carry, EXCLUSIVE, BLOCK_T)
+        carry = edge(after, column, LAST)
         if PHASE == REDUCE:
-            factor = combine(zeros, factor, zeros, edge(factors, column, first_column))[1]
+            factor = scale(edge(factors, column, LAST), factor)
         else:
+            ys = ()
+            aheads = ()
             ahead = entering
             for step in tl.static_range(STEPS):
-                t = base + (STEPS - 1 - step if REVERSE else step)
-                at = (b, f, t, in_rows, t < T, start)
-                if STEPS == 1:
-                    y = after
-                else:
+                y = after
+                if STEPS > 1:
                     y = walked[step][0] + scale(walked[step][1], entering)
-                EMIT(outputs, out_stride, at, y, ahead, walked[step][2])
+                if not DENSE:
+                    t = segment + (STEPS - 1 - step if REVERSE else step)
+                    EMIT(outputs, out_stride, (b, f, t, in_rows, t < T, segment), y, ahead, walked[step][2])
+                ys = ys + (y,)
+                aheads = aheads + (ahead,)
                 ahead = y
-        carry = edge(after, column, first_column)
+            if DENSE:
+                y = join_rows(turned(ys, REVERSE, STEPS), STEPS)
+                if LOOKS_AHEAD:
+                    ahead = join_rows(turned(aheads, REVERSE, STEPS), STEPS)
+                EMIT(outputs, out_stride, at, y, ahead, kept)
 
     if PHASE == REDUCE:
         place = (b * F + f) * chunks + chunk
