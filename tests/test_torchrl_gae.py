@@ -57,12 +57,13 @@ def oracle(data, value="state_value", **options):
 SHAPES = [((1,), -1), ((7,), 0), ((3, 1), -1), ((4, 13), -1), ((11, 3), 0), ((2, 3, 9), 2), ((2, 8, 3), -2)]
 
 
-@pytest.mark.parametrize("vectorized", [None, True])
-@pytest.mark.parametrize("features", [(1,), (3,), (2, 1)])
+# TorchRL's vectorised path takes one axis of features.
+FORMS = [((1,), None), ((3,), None), ((2, 1), None), ((1,), True), ((3,), True)]
+
+
+@pytest.mark.parametrize(("features", "vectorized"), FORMS)
 @pytest.mark.parametrize(("batch", "time_dim"), SHAPES)
 def test_stored_values_equal_torchrl(batch, time_dim, features, vectorized):
-    if vectorized and len(features) > 1:
-        pytest.skip("TorchRL's vectorised path takes one feature axis")
     data = rollout(*batch, time_dim=time_dim, features=features, values=True)
     assert_same(*both(data, time_dim=time_dim, vectorized=vectorized))
 
@@ -99,8 +100,9 @@ def test_time_dim(how, shifted):
 @pytest.mark.parametrize("options", [{}, {"shifted": True}, {"shifted": True, "shifted_budget": 3}])
 @pytest.mark.parametrize("extra", [{}, {"average_gae": True}, {"auto_reset_env": True}])
 def test_network_equals_torchrl(options, extra):
-    if options and "auto_reset_env" in extra:
-        pytest.skip("TorchRL drops the bootstrap where the budget ends")
+    if "auto_reset_env" in extra:
+        # TorchRL drops the bootstrap of the last row that the budget reaches: let it reach all.
+        options = options | {"shifted_budget": 20}
     for length in (1, 2, 6, 17):
         data = rollout(4, length, named=True)
         data["next", "obs"] += 0.1
@@ -275,7 +277,7 @@ def test_broadcast_of_team_signals():
         one["next", "state_value"] = data["next", "state_value"][..., column : column + 1]
         assert_close(out["advantage"][..., column : column + 1], module(one)["advantage"])
     data["state_value"] = torch.randn(3, 6, 3, 1)
-    with pytest.raises(RuntimeError, match=r"\[3, 6, 3, 1\], \[3, 6, 1\]"):
+    with pytest.raises(RuntimeError, match=r"value \[3, 6, 3, 1\], reward \[3, 6, 1\]"):
         module(data)
 
 

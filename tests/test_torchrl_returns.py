@@ -233,6 +233,8 @@ def test_missing_entries_are_named(name):
             module(data.exclude(key))
     with pytest.raises(ValueError, match=r"next.*state_value"):
         module.value_estimate(data.exclude(("next", "state_value")))
+    with pytest.raises(RuntimeError, match=r"reward \[2, 4, 1\], next_value \[2, 4\]"):
+        module.value_estimate(data, next_value=torch.zeros(2, 4))
 
 
 def test_pickle_deepcopy_and_state(name):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.objectives.value.advantages import _self_set_grad_enabled, _self_set_skip_existing
+from torchrl.objectives.value.functional import SHAPE_ERR
 
 Keys = TypeVar("Keys", bound=type)
 
@@ -56,6 +57,13 @@ def match_rank(tensor: Tensor, like: Tensor) -> Tensor:
     while tensor.dim() < like.dim():
         tensor = tensor.unsqueeze(-1)
     return tensor
+
+
+def check_ranks(**tensors: Tensor) -> None:
+    """TorchRL's error where a signal lacks an axis; one of size 1 may broadcast."""
+    if len({tensor.dim() for tensor in tensors.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise RuntimeError(f"{SHAPE_ERR} Got {shapes}.")
 
 
 def last_row(values: Tensor, time_dim: int) -> Tensor:

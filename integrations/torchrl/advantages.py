@@ -8,11 +8,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
-from torchrl.objectives.value.functional import SHAPE_ERR
 
 from rl_triton import compute_gae
 
-from ._common import Estimator, as_bool, estimator_forward, standardize
+from ._common import Estimator, as_bool, check_ranks, estimator_forward, standardize
 
 __all__ = ["GAE", "MultiAgentGAE"]
 
@@ -77,9 +76,7 @@ class GAE(Estimator, torchrl_value.GAE):
         value, next_value, bootstrap = self._values(tensordict, following, params, target_params, time_dim)
         done, terminated = self._ends(tensordict, following, time_dim)
         reward, done, terminated = self._prepare_signals(reward, done, terminated, value)
-        if not value.dim() == reward.dim() == done.dim() == terminated.dim():
-            shapes = ", ".join(str(list(x.shape)) for x in (value, reward, done, terminated))
-            raise RuntimeError(f"{SHAPE_ERR} Got value, reward, done and terminated of shapes {shapes}.")
+        check_ranks(value=value, reward=reward, done=done, terminated=terminated)
         if gamma.dim():
             gamma = self._broadcast_optional(gamma, value)
         if self.auto_reset_env and next_value is not None:

@@ -11,7 +11,17 @@ from torchrl.objectives.value.advantages import _standardize_by_group
 
 from rl_triton import compute_discounted_returns, compute_lambda_returns
 
-from ._common import Estimator, as_bool, estimator_forward, last_row, match_rank, optional, shift, standardize
+from ._common import (
+    Estimator,
+    as_bool,
+    check_ranks,
+    estimator_forward,
+    last_row,
+    match_rank,
+    optional,
+    shift,
+    standardize,
+)
 
 __all__ = ["TD1Estimator", "TDLambdaEstimator"]
 
@@ -36,6 +46,7 @@ class _ReturnEstimator(Estimator):
         Raises:
             KeyError: if the reward, the end flags or the group ids are missing.
             ValueError: if a value is missing and there is no network to compute it.
+            RuntimeError: if next value, reward and flags differ in rank.
         """
         following = self._next(tensordict)
         time_dim = self._get_time_dim(time_dim, tensordict)
@@ -88,6 +99,7 @@ class _ReturnEstimator(Estimator):
             # Whoever reads the rewards later sees the ones that the returns are made of.
             following.set(self.tensor_keys.reward, reward)
         done, terminated = self._ends(tensordict, following, time_dim)
+        check_ranks(reward=reward, next_value=next_value, done=done, terminated=terminated)
         rows = reward, next_value, terminated, done
         return self._returns(*rows, gamma, bootstrap, self._valid(tensordict, reward), time_dim)
 
