@@ -492,7 +492,7 @@ def test_losses_that_compute_advantages_in_a_single_pass(options):
     data = acted(actor, rollout(3, 6))
     losses = []
     for option in ({}, options):
-        loss = ClipPPOLoss(actor, critic)
+        loss: Any = ClipPPOLoss(actor, critic)
         loss.make_value_estimator(GAE, **COEFFICIENTS[GAE], value_network=critic, **option)
         torch.manual_seed(1)
         losses.append(loss(data.copy()))
