@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ GAMMAS = {
 }
 
 
-def arguments(name, shape, gamma=0.9, lmbda=0.8, dtype=torch.float32, requires_grad=False):
+def arguments(
+    name, shape, gamma: Any = 0.9, lmbda: Any = 0.8, dtype=torch.float32, requires_grad=False
+) -> Any:
     """Random arguments of one recurrence with terminal and truncated rows."""
     values = {key: torch.randn(shape, dtype=dtype) for key in RECURRENCES[name]}
     values["reward"] = torch.randn(shape, dtype=dtype)
@@ -117,7 +120,7 @@ def test_gradients_agree(name):
 
     def gradients(library):
         results = outputs(getattr(library, name)(**kwargs))
-        total = sum((weight * result).sum() for weight, result in zip(weights, results, strict=False))
+        total: Any = sum((weight * result).sum() for weight, result in zip(weights, results, strict=False))
         return torch.autograd.grad(total, leaves)
 
     for got, expected in zip(gradients(ours), gradients(theirs), strict=True):
@@ -217,9 +220,9 @@ def test_vtrace_thresholds_may_be_tensors(thresholds):
     torch.manual_seed(11)
     rho_thresh, c_thresh = THRESHOLDS[thresholds]
     kwargs = arguments("vtrace_advantage_estimate", (3, 8, 1))
-    tensors = {**kwargs, "rho_thresh": rho_thresh, "c_thresh": c_thresh}
+    tensors: Any = {**kwargs, "rho_thresh": rho_thresh, "c_thresh": c_thresh}
     assert_same("vtrace_advantage_estimate", tensors)
-    floats = {**kwargs, "rho_thresh": float(rho_thresh), "c_thresh": float(c_thresh)}
+    floats: Any = {**kwargs, "rho_thresh": float(rho_thresh), "c_thresh": float(c_thresh)}
     for got, expected in zip(
         ours.vtrace_advantage_estimate(**tensors), ours.vtrace_advantage_estimate(**floats), strict=True
     ):
@@ -239,7 +242,7 @@ def test_vtrace_gradient_through_tensor_thresholds():
     # On-policy rows sit on the threshold itself.
     with torch.no_grad():
         kwargs["log_pi"][0] = kwargs["log_mu"][0]
-    thresholds = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(1.0)}
+    thresholds: Any = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(1.0)}
 
     def gradients(**more):
         advantage, target = ours.vtrace_advantage_estimate(**kwargs, **more)
@@ -254,7 +257,7 @@ def test_vtrace_extreme_ratios_with_tensor_thresholds():
     kwargs = arguments("vtrace_advantage_estimate", (1, 6, 1))
     kwargs["log_pi"] = torch.tensor([1000.0, -1000.0, -math.inf, 0.0, 0.5, 0.0]).view(1, 6, 1)
     kwargs["log_mu"] = torch.tensor([0.0, 0.0, 0.0, -math.inf, 0.0, 0.0]).view(1, 6, 1)
-    tensors = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(0.9)}
+    tensors: Any = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(0.9)}
     for got, expected in zip(
         ours.vtrace_advantage_estimate(**kwargs, **tensors),
         ours.vtrace_advantage_estimate(**kwargs, rho_thresh=1.0, c_thresh=0.9),
@@ -266,7 +269,7 @@ def test_vtrace_extreme_ratios_with_tensor_thresholds():
 
 def test_vtrace_dtype_does_not_depend_on_the_thresholds():
     kwargs = arguments("vtrace_advantage_estimate", (3, 8, 1), dtype=torch.bfloat16)
-    thresholds = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(1.0)}
+    thresholds: Any = {"rho_thresh": torch.tensor(1.0), "c_thresh": torch.tensor(1.0)}
     advantage, target = ours.vtrace_advantage_estimate(**kwargs, **thresholds)
     assert advantage.dtype == target.dtype == torch.bfloat16
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ GAMMA, LAMBDA = 0.9, 0.8
 A = 3
 
 
-def rollout(batch=(4, 7), feature=(1,)):
+def rollout(batch=(4, 7), feature=(1,)) -> Any:
     done = torch.rand(*batch, 1) < 0.25
     terminated = done & (torch.rand(*batch, 1) < 0.5)
     is_init = torch.ones(*batch, 1, dtype=torch.bool)
     is_init[..., 1:, :] = done[..., :-1, :]
-    return TensorDict(
+    td = TensorDict(
         {
             "action": torch.randint(A, batch),
             "action_value": torch.randn(*batch, A),
@@ -43,8 +44,9 @@ def rollout(batch=(4, 7), feature=(1,)):
             },
         },
         batch,
-        names=[None] * (len(batch) - 1) + ["time"],
     )
+    td.names = [*[None] * (len(batch) - 1), "time"]
+    return td
 
 
 def flat(td, key):
@@ -253,7 +255,7 @@ def test_differentiable(name):
     module()(td)
     assert not any(td[key].requires_grad for key in module().out_keys)
     module(differentiable=True)(td)
-    total = sum(td[key].square().sum() for key in module().out_keys)
+    total: Any = sum(td[key].square().sum() for key in module().out_keys)
     gradients = torch.autograd.grad(total, leaves, allow_unused=True)
     assert any(gradient is not None and gradient.ne(0).any() for gradient in gradients)
 
@@ -322,7 +324,7 @@ def test_retrace_sums_log_probs_over_action_dimensions():
 def test_retrace_in_a_loss():
     actor = QValueActor(nn.Linear(2, A), in_keys=["obs"], action_space="categorical")
     loss = DQNLoss(actor, action_space="categorical")
-    module = Retrace(gamma=GAMMA)
+    module: Any = Retrace(gamma=GAMMA)
     loss.make_value_estimator(module)
     assert loss.value_estimator is module
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def rollout(batch=(3, 6)):
     done = torch.rand(*batch, 1) < 0.2
     obs = torch.randn(*batch, 4)
     following = torch.cat([obs[:, 1:], torch.randn(batch[0], 1, 4)], 1)
-    return TensorDict(
+    td = TensorDict(
         {
             OBS: obs,
             "action": nn.functional.one_hot(torch.randint(2, batch), 2),
@@ -82,8 +83,9 @@ def rollout(batch=(3, 6)):
             },
         },
         batch,
-        names=[None, "time"],
     )
+    td.names = [None, "time"]
+    return td
 
 
 def loss_classes(cls=LossModule):
@@ -115,7 +117,7 @@ def registered():
     ours.register()
 
 
-def loss_of(loss_class):
+def loss_of(loss_class) -> Any:
     return loss_class(actor(), critic())
 
 
@@ -299,7 +301,7 @@ assert before == (dict(registry), PPOLoss.SUPPORTED_VALUE_ESTIMATORS, dict(vars(
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def cartpole():
+def cartpole() -> Any:
     return GymEnv("CartPole-v1")
 
 
@@ -312,7 +314,7 @@ def test_postproc_of_a_collector(estimator):
     networks = {"value_network": value} | ({"actor_network": policy} if estimator == "VTrace" else {})
     options = {"lmbda": 0.95} if estimator == "GAE" else {}
     postproc = getattr(ours, estimator)(gamma=0.99, **networks, **options)
-    collector = Collector(cartpole, policy, postproc=postproc, **COLLECTION)
+    collector = Collector(cartpole(), policy, postproc=postproc, **COLLECTION)
     for batch in collector:
         assert batch["advantage"].shape == (32, 1)
         recomputed = postproc(batch.clone())["advantage"]
@@ -340,7 +342,7 @@ def test_ppo_trainer():
     loss = ClipPPOLoss(policy, value)
     before = [parameter.detach().clone() for parameter in loss.parameters()]
     trainer = PPOTrainer(
-        collector=Collector(cartpole, policy, **COLLECTION),
+        collector=Collector(cartpole(), policy, **COLLECTION),
         total_frames=32,
         frame_skip=1,
         optim_steps_per_batch=1,

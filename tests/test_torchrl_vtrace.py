@@ -4,10 +4,11 @@ import copy
 import multiprocessing
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict
 from tensordict.nn import (
     CompositeDistribution,
     InteractionType,
@@ -46,11 +47,11 @@ class Gaussian(nn.Module):
         return loc, torch.ones_like(loc) * 0.7
 
 
-def critic(in_key="obs", out_key="state_value"):
+def critic(in_key: NestedKey = "obs", out_key: NestedKey = "state_value"):
     return TensorDictModule(nn.Linear(OBS, 1), in_keys=[in_key], out_keys=[out_key])
 
 
-def gaussian_actor(distribution=Independent1, action="action"):
+def gaussian_actor(distribution=Independent1, action: NestedKey = "action"):
     params = TensorDictModule(Gaussian(), in_keys=["obs"], out_keys=["loc", "scale"])
     return ProbabilisticActor(
         params,
@@ -72,13 +73,13 @@ def categorical_actor(distribution=Categorical, size=3):
     )
 
 
-def rollout(batch=(4, 7), action=None, log_prob_key="action_log_prob"):
+def rollout(batch=(4, 7), action=None, log_prob_key: NestedKey = "action_log_prob") -> Any:
     """Random transitions whose next observation is the next row's, but for the ends of episodes."""
     obs = torch.randn(*batch, OBS)
     done = torch.rand(*batch, 1) < 0.25
     following = torch.cat([obs[..., 1:, :], torch.randn(*batch[:-1], 1, OBS)], -2)
     following = torch.where(done, torch.randn(*batch, OBS), following)
-    return TensorDict(
+    td = TensorDict(
         {
             "obs": obs,
             "action": torch.randn(*batch, 2) if action is None else action,
@@ -91,8 +92,9 @@ def rollout(batch=(4, 7), action=None, log_prob_key="action_log_prob"):
             },
         },
         batch,
-        names=[None] * (len(batch) - 1) + ["time"],
     )
+    td.names = [None] * (len(batch) - 1) + ["time"]
+    return td
 
 
 def stored_log_prob(actor, td):
@@ -100,7 +102,7 @@ def stored_log_prob(actor, td):
         return actor.get_dist(td.clone()).log_prob(td["action"])
 
 
-def expected(td, log_pi, value_net, gamma=GAMMA, log_mu=None, **kwargs):
+def expected(td, log_pi, value_net, gamma: Any = GAMMA, log_mu=None, **kwargs):
     """TorchRL's functional with the stored action's log-probability."""
     following = td["next"]
     with torch.no_grad():
@@ -283,7 +285,7 @@ def test_action_key():
     assert_written(module(td), want)
 
 
-def composite_actor(aggregate):
+def composite_actor(aggregate) -> Any:
     class Params(nn.Module):
         def __init__(self):
             super().__init__()
@@ -509,7 +511,8 @@ def test_thresholds_are_buffers_that_may_change():
     want = expected(td, stored_log_prob(actor, td), value, gamma=0.8, rho_thresh=1.4, c_thresh=0.5)
     assert_written(module(td), want)
     module = module.to(torch.float64).to(torch.float32)
-    module.rho_thresh.fill_(0.7)
+    buffers = dict(module.named_buffers())
+    buffers["rho_thresh"].fill_(0.7)
     want = expected(td, stored_log_prob(actor, td), value, gamma=0.8, rho_thresh=0.7, c_thresh=0.5)
     assert_written(module(td), want)
 
@@ -521,7 +524,7 @@ def test_moving_the_module_keeps_its_thresholds():
     want = module(td.clone())["advantage"]
     module.to(torch.float64).to(torch.float32)
     assert module(td.clone())["advantage"].equal(want)
-    module.c_thresh.fill_(1.4)
+    dict(module.named_buffers())["c_thresh"].fill_(1.4)
     assert not module(td.clone())["advantage"].equal(want)
 
 
@@ -562,7 +565,8 @@ def test_without_differentiable_there_is_no_graph():
 def test_functional_parameters():
     actor, value = gaussian_actor(), critic()
     td = rollout()
-    params = TensorDict.from_module(value).clone()
+    parameters: Any = TensorDict.from_module(value)
+    params = parameters.clone()
     want = expected(td, stored_log_prob(actor, td), value)
     with torch.no_grad():
         value.module.weight.zero_()
@@ -655,14 +659,15 @@ def test_set_keys():
 
 @pytest.mark.parametrize("key", ["advantage_key", "value_target_key", "value_key"])
 def test_keys_in_the_constructor_are_deprecated(key):
+    options: Any = {"gamma": GAMMA, "actor_network": gaussian_actor(), "value_network": critic(), key: "x"}
     with pytest.raises(RuntimeError, match=key):
-        VTrace(gamma=GAMMA, actor_network=gaussian_actor(), value_network=critic(), **{key: "x"})
+        VTrace(**options)
 
 
 def test_standardised_advantage():
     actor, value = gaussian_actor(), critic()
     td = rollout()
-    options = {"gamma": GAMMA, "actor_network": actor, "value_network": value}
+    options: Any = {"gamma": GAMMA, "actor_network": actor, "value_network": value}
     raw = VTrace(**options)(td.clone())["advantage"]
     want = (raw - raw.mean()) / raw.std()
     torch.testing.assert_close(VTrace(**options, average_adv=True)(td.clone())["advantage"], want)

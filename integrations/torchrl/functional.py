@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrl.objectives.value import functional as torchrl_functional
+from torchrl.objectives.value import functional
 from torchrl.objectives.value.functional import td0_advantage_estimate, td0_return_estimate
 
 from rl_triton import compute_discounted_returns, compute_gae, compute_lambda_returns, compute_vtrace
@@ -37,6 +37,9 @@ __all__ = [
 ]
 
 Coefficient = float | Tensor
+
+# Its annotations leave out the tensors that its functions take.
+_torchrl: Any = functional
 
 
 def generalized_advantage_estimate(
@@ -67,7 +70,7 @@ def generalized_advantage_estimate(
         done=done,
         terminated=terminated,
     )
-    return compute_gae(
+    advantage, target = compute_gae(
         reward,
         state_value,
         terminated,
@@ -78,6 +81,7 @@ def generalized_advantage_estimate(
         time_dim=time_dim,
         return_targets=True,
     )
+    return advantage, target
 
 
 def td_lambda_return_estimate(
@@ -101,7 +105,7 @@ def td_lambda_return_estimate(
         RuntimeError: if the tensors differ in shape.
     """
     if rolling_gamma is False:
-        return torchrl_functional.td_lambda_return_estimate(
+        return _torchrl.td_lambda_return_estimate(
             gamma, lmbda, next_state_value, reward, done, terminated, rolling_gamma, time_dim=time_dim
         )
     terminated = done if terminated is None else terminated
@@ -158,7 +162,7 @@ def td1_return_estimate(
         RuntimeError: if the tensors differ in shape.
     """
     if rolling_gamma is False:
-        return torchrl_functional.td1_return_estimate(
+        return _torchrl.td1_return_estimate(
             gamma, next_state_value, reward, done, terminated, rolling_gamma, time_dim=time_dim
         )
     terminated = done if terminated is None else terminated

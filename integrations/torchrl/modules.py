@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import dispatch
 from tensordict.utils import unravel_key
 from torch import Tensor
-from torchrl.objectives.value.advantages import _self_set_grad_enabled
 
 from rl_triton import (
     compute_discounted_returns,
@@ -28,7 +26,7 @@ from rl_triton import (
     compute_retrace_from_log_probs,
 )
 
-from ._common import Estimator, match_rank
+from ._common import Estimator, estimator_forward, match_rank, optional
 from .functional import Coefficient
 from .vtrace import joint_log_prob
 
@@ -60,7 +58,7 @@ class _Recurrence(Estimator):
         return reward, _align(terminated, reward), _align(done, reward), self._gamma(tensordict, reward)
 
     def _options(self, tensordict: TensorDictBase, time_dim: int | None, like: Tensor) -> dict[str, Any]:
-        valid = tensordict.get(self.tensor_keys.valid, None)
+        valid = optional(tensordict, self.tensor_keys.valid)
         return {
             "time_dim": self._get_time_dim(time_dim, tensordict),
             "valid": None if valid is None else _align(valid, like),
@@ -113,6 +111,7 @@ class Retrace(_Recurrence):
         valid: NestedKey = "valid"
 
     default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
 
     def __init__(
         self,
@@ -140,8 +139,7 @@ class Retrace(_Recurrence):
             policy = [keys.action, *per_action, *(("next", key) for key in per_action)]
         return [keys.sample_log_prob, *policy, *_next(keys, "reward", "done", "terminated")]
 
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write advantages and value targets of the stored actions.
 
@@ -149,9 +147,17 @@ class Retrace(_Recurrence):
             KeyError: if an entry is missing.
         """
         keys = self.tensor_keys
-        reward, *rest = self._transitions(tensordict)
-        rest += [self._coefficient("lmbda", reward.device), self.c_thresh, self.rho_thresh]
-        options = self._options(tensordict, time_dim, reward)
+        reward, terminated, done, gamma = self._transitions(tensordict)
+        transitions = {
+            "rewards": reward,
+            "terminateds": terminated,
+            "truncateds": done,
+            "gamma": gamma,
+            "lambda_": self._coefficient("lmbda", reward.device),
+            "c_bar": self.c_thresh,
+            "rho_bar": self.rho_thresh,
+            **self._options(tensordict, time_dim, reward),
+        }
         log_mu = joint_log_prob(_entry(tensordict, keys.sample_log_prob), reward, tensordict.ndim)
         if self.continuous:
             target, advantage = compute_retrace_from_log_probs(
@@ -159,24 +165,20 @@ class Retrace(_Recurrence):
                 log_mu,
                 _align(_entry(tensordict, keys.value), reward),
                 _align(_entry(tensordict, ("next", keys.expected_value)), reward),
-                reward,
-                *rest,
-                **options,
+                **transitions,
             )
         else:
             values = _per_action(_entry(tensordict, keys.action_value), reward)
             action = _index(_entry(tensordict, keys.action), values)
-            next_probs = tensordict.get(("next", keys.action_probs), None)
+            next_probs = optional(tensordict, ("next", keys.action_probs))
             target, advantage = compute_retrace(
                 _per_action(_entry(tensordict, keys.action_probs), reward),
                 log_mu.exp(),
                 _taken(values, action),
                 _per_action(_entry(tensordict, ("next", keys.action_value)), reward),
                 action,
-                reward,
-                *rest,
                 next_action_probs_target=None if next_probs is None else _per_action(next_probs, reward),
-                **options,
+                **transitions,
             )
         tensordict.set(keys.advantage, advantage)
         tensordict.set(keys.value_target, target)
@@ -210,6 +212,7 @@ class DiscountedReturn(_Recurrence):
         valid: NestedKey = "valid"
 
     default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
 
     def __init__(self, *, gamma: Coefficient, differentiable: bool = False, time_dim: int | None = None):
         super().__init__(differentiable=differentiable, time_dim=time_dim, gamma=gamma)
@@ -222,19 +225,20 @@ class DiscountedReturn(_Recurrence):
     def out_keys(self) -> list[NestedKey]:
         return [self.tensor_keys.value_target]
 
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(self, tensordict: TensorDictBase, *, time_dim: int | None = None) -> TensorDictBase:
         """Write the returns.
 
         Raises:
             KeyError: if the reward or every end flag is missing.
         """
-        reward, *rest = self._transitions(tensordict)
-        bootstrap = tensordict.get(("next", self.tensor_keys.bootstrap), None)
+        reward, terminated, done, gamma = self._transitions(tensordict)
+        bootstrap = optional(tensordict, ("next", self.tensor_keys.bootstrap))
         returns = compute_discounted_returns(
             reward,
-            *rest,
+            terminated,
+            done,
+            gamma,
             None if bootstrap is None else _align(bootstrap, reward),
             **self._options(tensordict, time_dim, reward),
         )
@@ -262,6 +266,7 @@ class EligibilityTrace(_Recurrence):
         trace: NestedKey = "eligibility_trace"
 
     default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
 
     def __init__(
         self,
@@ -281,8 +286,7 @@ class EligibilityTrace(_Recurrence):
     def out_keys(self) -> list[NestedKey]:
         return [self.tensor_keys.trace]
 
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -332,6 +336,7 @@ class EpisodicPrefixSum(_Recurrence):
         prefix_sum: NestedKey = "prefix_sum"
 
     default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
 
     def __init__(
         self, *, boundary: str = "ends_at", differentiable: bool = False, time_dim: int | None = None
@@ -352,8 +357,7 @@ class EpisodicPrefixSum(_Recurrence):
     def out_keys(self) -> list[NestedKey]:
         return [self.tensor_keys.prefix_sum]
 
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(
         self,
         tensordict: TensorDictBase,

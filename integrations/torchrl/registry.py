@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torchrl.objectives import LossModule, value
 from torchrl.objectives.utils import (
@@ -17,13 +18,12 @@ from torchrl.objectives.utils import (
     get_value_estimator_entry,
     register_value_estimator,
 )
-from torchrl.objectives.value import ValueEstimatorBase
 
 from .advantages import GAE, MultiAgentGAE
 from .returns import TD1Estimator, TDLambdaEstimator
 from .vtrace import VTrace
 
-_ESTIMATORS: dict[ValueEstimators, type[ValueEstimatorBase]] = {
+_ESTIMATORS: dict[ValueEstimators, Any] = {
     ValueEstimators.GAE: GAE,
     ValueEstimators.MAGAE: MultiAgentGAE,
     ValueEstimators.TD1: TD1Estimator,
@@ -100,7 +100,7 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def _loss_classes() -> Iterator[type[LossModule]]:
+def _loss_classes() -> Iterator[Any]:
     """Every loss class with estimators of its own, however deep it derives from `LossModule`."""
     pending = [LossModule]
     while pending:

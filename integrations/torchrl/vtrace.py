@@ -5,24 +5,19 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
-from tensordict.nn import CompositeDistribution, dispatch, set_composite_lp_aggregate
+from tensordict.nn import CompositeDistribution, set_composite_lp_aggregate
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.objectives import value as torchrl_value
 from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import ValueEstimatorBase
-from torchrl.objectives.value.advantages import (
-    _call_actor_net,
-    _self_set_grad_enabled,
-    _self_set_skip_existing,
-    _standardize_by_group,
-)
+from torchrl.objectives.value.advantages import _call_actor_net, _standardize_by_group
 
-from ._common import Estimator, match_rank, own_fields, standardize
+from ._common import Estimator, estimator_forward, match_rank, optional, own_fields, standardize
 from .functional import Coefficient, clipped_vtrace
 
 # Where a collecting policy leaves its log-probability, by the setting of `composite_lp_aggregate`.
@@ -64,6 +59,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
+    actor_network: Any
 
     def __init__(
         self,
@@ -124,9 +120,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
         written = getattr(self.actor_network, "dist_sample_keys", None)
         return written if written and key == self._AcceptedKeys.action else [key]
 
-    @_self_set_skip_existing
-    @_self_set_grad_enabled
-    @dispatch
+    @estimator_forward
     def forward(
         self,
         tensordict: TensorDictBase,
@@ -183,7 +177,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
                 return tensordict.select(*key) if isinstance(key, list) else tensordict.get(key)
         raise KeyError(f"the tensordict has no entry {self.tensor_keys.sample_log_prob!r}")
 
-    def _log_mu_keys(self) -> Iterator[NestedKey | list[NestedKey]]:
+    def _log_mu_keys(self) -> Iterator[Any]:
         """The key that was set, else those where a policy leaves its log-probability."""
         yield self.tensor_keys.sample_log_prob
         if self.tensor_keys.sample_log_prob in LOG_PROB_KEYS:
@@ -192,7 +186,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
 
     def _log_pi(self, tensordict: TensorDictBase) -> Tensor | TensorDictBase:
         """The stored action's log-probability under the current policy."""
-        log_pi = tensordict.get(self.tensor_keys.log_pi, None)
+        log_pi = optional(tensordict, self.tensor_keys.log_pi)
         if log_pi is not None:
             return log_pi
         actor = self.actor_network
@@ -207,7 +201,8 @@ class VTrace(Estimator, torchrl_value.VTrace):
         with hold_out_net(actor):
             if not stored:
                 self._warn_no_action()
-                return _call_actor_net(actor, tensordict, None, self.tensor_keys.sample_log_prob)
+                unused: Any = None
+                return _call_actor_net(actor, tensordict, params=unused, log_prob_key=unused)
             dist = actor.get_dist(tensordict.select(*actor.in_keys, strict=False))
             if isinstance(dist, CompositeDistribution):
                 with set_composite_lp_aggregate(True):
@@ -231,7 +226,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
 def joint_log_prob(log_prob: Tensor | TensorDictBase, like: Tensor, batch_dims: int) -> Tensor:
     """One log-probability per row in the rank of `like`, summed over the dimensions of an action."""
     if is_tensor_collection(log_prob):
-        log_prob = log_prob.sum(dim="feature", reduce=True)
+        log_prob = cast(Any, log_prob).sum(dim="feature", reduce=True)
     log_prob = match_rank(log_prob, like)
     if log_prob.shape == like.shape:
         return log_prob
