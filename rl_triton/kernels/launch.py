@@ -64,6 +64,10 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def _action_block(actions: int) -> int:
+    return min(16, power_of_2(actions))
+
+
 def tune(B: int, T: int, F: int, actions: int, looks_ahead: bool) -> Geometry:
     """The tuning table."""
     if F >= 16 or (F > 1 and B == 1):
@@ -141,17 +145,27 @@ class Plan:
                 spec.emit,
                 spec.looks_ahead,
                 bool(options[0]) if algorithm.name == "affine" else algorithm.name != "traces",
-                int(options[0]) if algorithm.name == "traces" else 0,
+                int(options[0]) if algorithm.name == "traces" else int(self._even(fields, strides, actions)),
                 tl.float64 if self.compute == torch.float64 else tl.float32,
                 g.axes,
                 (F if g.axes == "features" else T) % 16 == 0,
                 phase.value,
-                *(g.block_n, g.block_t, g.steps, min(16, power_of_2(actions))),
+                *(g.block_n, g.block_t, g.steps, _action_block(actions)),
                 power_of_2(max(g.chunks, g.block_t)),
             )
             for phase in phases
         ]
         self.launchers: dict[Any, list[Callable[..., None]]] = {}
+
+    @staticmethod
+    def _even(fields: tuple[str, ...], strides: list[Any], actions: int) -> bool:
+        """Whether the action axis is dense and made of whole blocks, at offsets that are multiples of one."""
+        block = _action_block(actions)
+        return actions > 0 and all(
+            stride is None or stride[3] == 1 and not any((s or 0) % block for s in (*stride[:3], actions))
+            for name, stride in zip(fields, strides)
+            if name in PER_ACTION
+        )
 
     def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
         if self.copies:

@@ -6,8 +6,8 @@
 import triton
 import triton.language as tl
 
-from .tile import flag, load, load_where, locate, scale, shifted
-from .transition import ahead_of, clipped, discounts, log_ratio, step_value, transition
+from .tile import beyond, load, locate, next_rows, scale
+from .transition import ahead_of, clipped, discounts, is_valid, log_ratio, step_value, transition
 
 
 @triton.jit
@@ -19,7 +19,8 @@ def retrace_log_terms(
     expected = load(x.expected_next_q_values, strides.expected_next_q_values, at, DTYPE)
     expected = tl.where(terminated, 0.0, expected)
     ratio = log_ratio(x, strides, at, valid, DTYPE)
-    following = log_ratio(x, strides, shifted(at, T, 1), cut == 0, DTYPE)
+    on = beyond(at, T, DENSE)
+    following = next_rows(ratio, log_ratio(x, strides, on, is_valid(x, strides, on), DTYPE), at, DENSE)
     return corrected(
         x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
         DTYPE, DENSE,
@@ -32,9 +33,11 @@ def retrace_terms(
     OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
-    expected = expectation(x, strides, at, T, A, terminated, cut, DTYPE, BLOCK_A)
+    expected = expectation(x, strides, at, A, terminated, cut, OPTION, DTYPE, BLOCK_A)
     ratio = probability_ratio(x, strides, at, valid, DTYPE)
-    following = probability_ratio(x, strides, shifted(at, T, 1), cut == 0, DTYPE)
+    on = beyond(at, T, DENSE)
+    following = probability_ratio(x, strides, on, is_valid(x, strides, on), DTYPE)
+    following = next_rows(ratio, following, at, DENSE)
     return corrected(
         x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
         DTYPE, DENSE,
@@ -56,47 +59,54 @@ def corrected(
 
 
 @triton.jit
-def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
-    """pi / mu of the action taken; 1 on rows that are not needed."""
+def probability_ratio(x, strides, at, valid, DTYPE: tl.constexpr):
+    """pi / mu of the action taken; 1 on invalid rows, whose action may be anything."""
     offset, mask = locate(strides.actions, at)
-    action = tl.load(x.actions + offset, mask=mask & needed, other=0).to(tl.int64)
+    action = tl.load(x.actions + offset, mask=mask & valid, other=0).to(tl.int64)
     offset, mask = locate(strides.action_probs_target, at)
     offset = offset + action * strides.action_probs_target[3]
-    pi = tl.load(x.action_probs_target + offset, mask=mask & needed, other=0).to(DTYPE)
-    mu = load_where(needed, x.action_probs_behavior, strides.action_probs_behavior, at, DTYPE)
-    return tl.where(needed, pi / tl.where(needed, mu, 1.0), 1.0)
+    pi = tl.load(x.action_probs_target + offset, mask=mask & valid, other=0).to(DTYPE)
+    mu = load(x.action_probs_behavior, strides.action_probs_behavior, at, DTYPE)
+    return tl.where(valid, pi / tl.where(valid, mu, 1.0), 1.0)
 
 
 @triton.jit
-def expectation(x, strides, at, T, A, terminated, cut, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr):
+def expectation(
+    x, strides, at, A, terminated, cut, EVEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr
+):
     """`sum_a pi(a|s') Q(s', a)`, BLOCK_A actions at a time; a zero probability selects."""
-    b, f, t, in_rows, in_time, first = at
-    q_offset, q_mask = locate(strides.next_q_values_all, at)
-    q_mask = q_mask & (terminated == 0)
+    b, f, t, in_rows, in_time = at
     if x.next_action_probs_target is None:
         # The next row's policy; on a cut row its own stands in.
-        own = (b, f, t + tl.where(cut, 0, 1), in_rows, in_time, first)
+        at_p = (b, f, t + tl.where(cut, 0, 1), in_rows, in_time)
         p_ptr = x.action_probs_target
         p_stride = strides.action_probs_target
     else:
-        own = at
+        at_p = at
         p_ptr = x.next_action_probs_target
         p_stride = strides.next_action_probs_target
-    p_offset, p_mask = locate(p_stride, own)
-    p_mask = p_mask & (terminated == 0)
-    p_offset, q_offset = tl.broadcast(p_offset, q_offset)
-    p_mask, q_mask = tl.broadcast(p_mask, q_mask)
-    total = tl.zeros_like(q_offset).to(DTYPE)
+    needed = in_rows & in_time & (terminated == 0)
+    total = tl.zeros(needed.shape, DTYPE)
     for start in range(0, A, BLOCK_A):
-        action = start + tl.arange(0, BLOCK_A)[None, None, :]
-        known = action < A
-        p = tl.load(
-            p_ptr + p_offset[:, :, None] + action * p_stride[3], mask=p_mask[:, :, None] & known, other=0
-        ).to(DTYPE)
-        q = tl.load(
-            x.next_q_values_all + q_offset[:, :, None] + action * strides.next_q_values_all[3],
-            mask=q_mask[:, :, None] & known,
-            other=0,
-        ).to(DTYPE)
+        p = load_actions(p_ptr, p_stride, at_p, needed, start, A, EVEN, DTYPE, BLOCK_A)
+        q = load_actions(
+            x.next_q_values_all, strides.next_q_values_all, at, needed, start, A, EVEN, DTYPE, BLOCK_A
+        )
         total += tl.sum(scale(p, q), axis=2)
     return total
+
+
+@triton.jit
+def load_actions(
+    ptr, stride, at, needed, start, A, EVEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr
+):
+    """BLOCK_A actions of each position, on a third axis."""
+    offset, _ = locate(stride, at)
+    offset = tl.broadcast_to(offset, needed.shape)[:, :, None]
+    mask = needed[:, :, None]
+    action = start + tl.arange(0, BLOCK_A)[None, None, :]
+    if EVEN:
+        # All actions are there, in whole vectors: the division says so to the compiler.
+        return tl.load(ptr + (offset // BLOCK_A * BLOCK_A + action), mask=mask, other=0).to(DTYPE)
+    else:
+        return tl.load(ptr + (offset + action * stride[3]), mask=mask & (action < A), other=0).to(DTYPE)

@@ -39,7 +39,7 @@ def combine(a1, b1, a2, b2):
 @triton.jit
 def locate(stride, at):
     """Offset and mask of a position. A stride of None is an axis that the tensor does not have or repeats."""
-    b, f, t, in_rows, in_time, segment = at
+    b, f, t, in_rows, in_time = at
     offset = tl.zeros([1, 1], tl.int64)
     mask = tl.full([1, 1], 1, tl.int1)
     if stride[0] is not None:
@@ -87,8 +87,8 @@ def coefficient(ptr, stride, number, at, DTYPE: tl.constexpr):
 
 @triton.jit
 def shifted(at, T, by: tl.constexpr):
-    b, f, t, in_rows, in_time, segment = at
-    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T), segment
+    b, f, t, in_rows, in_time = at
+    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T)
 
 
 @triton.jit
@@ -136,20 +136,31 @@ def move_up(rows, last, STEPS: tl.constexpr):
 
 
 @triton.jit
-def load_next(ptr, stride, at, T, value, DTYPE: tl.constexpr, DENSE: tl.constexpr):
-    """Row t+1 of a tile whose row t is `value`.
+def beyond(at, T, DENSE: tl.constexpr):
+    """The position one segment on, from which `next_rows` completes a dense tile; elsewhere simply row t+1."""
+    return shifted(at, T, DENSE if DENSE > 1 else 1)
 
-    With time innermost a load one row off is no vector load, so that a segment takes all rows but
-    its last from registers.
+
+@triton.jit
+def next_rows(value, following, at, DENSE: tl.constexpr):
+    """Row t+1 from the tile of row t and the tile at `beyond`.
+
+    With time innermost a load one row off is no vector load, but one a whole segment off is: each row then
+    takes its neighbour's register, and the last one the next segment's first.
     """
-    b, f, t, in_rows, in_time, segment = at
-    if (DENSE > 1) and (stride[1] is not None):
-        beyond = segment + DENSE
-        last = load(ptr, stride, (b, f, beyond, in_rows, beyond < T, beyond), DTYPE)
-        rows = split_rows(tl.broadcast_to(value, [in_rows.shape[0], t.shape[1]]), DENSE)
-        return join_rows(move_up(rows, tl.broadcast_to(last, rows[0].shape), DENSE), DENSE)
+    if DENSE > 1:
+        whole = at[3] & at[4]
+        rows = split_rows(tl.broadcast_to(value, whole.shape), DENSE)
+        last = split_rows(tl.broadcast_to(following, whole.shape), DENSE)[0]
+        return join_rows(move_up(rows, last, DENSE), DENSE)
     else:
-        return load(ptr, stride, shifted(at, T, 1), DTYPE)
+        return following
+
+
+@triton.jit
+def load_next(ptr, stride, at, T, value, DTYPE: tl.constexpr, DENSE: tl.constexpr):
+    """Row t+1 of what `value` is at row t."""
+    return next_rows(value, load(ptr, stride, beyond(at, T, DENSE), DTYPE), at, DENSE)
 
 
 @triton.jit
@@ -279,7 +290,7 @@ def scan_kernel(
     factor = zeros + 1.0
     if PHASE != REDUCE:
         if init is not None:
-            here = (b, f, column, in_rows, column == 0, column)
+            here = (b, f, column, in_rows, column == 0)
             carry = carry + load(init, init_stride, here, DTYPE)
     if PHASE == APPLY:
         # Compose the maps of the chunks that come before this one in scan order.
@@ -308,7 +319,7 @@ def scan_kernel(
             i = tl.arange(0, BLOCK_T * STEPS)[None, :]
             within = LAST - i // STEPS if REVERSE else i // STEPS
             t = index * (BLOCK_T * STEPS) + within * STEPS + i % STEPS
-            at = (b, f, t, in_rows, t < T, segment)
+            at = (b, f, t, in_rows, t < T)
             a_t, b_t, kept = TERMS(
                 x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
             )
@@ -325,9 +336,22 @@ def scan_kernel(
                 b_t = b_rows[step]
             else:
                 t = segment + (STEPS - 1 - step if REVERSE else step)
-                at = (b, f, t, in_rows, t < T, segment)
+                at = (b, f, t, in_rows, t < T)
                 a_t, b_t, kept = TERMS(
-                    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
+                    x,
+                    strides,
+                    at,
+                    T,
+                    A,
+                    gamma,
+                    lambda_,
+                    bound_0,
+                    bound_1,
+                    bound_2,
+                    OPTION,
+                    DTYPE,
+                    BLOCK_A,
+                    DENSE,
                 )
                 a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
             if step == 0:
@@ -351,7 +375,7 @@ def scan_kernel(
                     y = walked[step][0] + scale(walked[step][1], entering)
                 if not DENSE:
                     t = segment + (STEPS - 1 - step if REVERSE else step)
-                    EMIT(outputs, out_stride, (b, f, t, in_rows, t < T, segment), y, ahead, walked[step][2])
+                    EMIT(outputs, out_stride, (b, f, t, in_rows, t < T), y, ahead, walked[step][2])
                 ys = ys + (y,)
                 aheads = aheads + (ahead,)
                 ahead = y

@@ -17,7 +17,7 @@ def traces_terms(
     x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
     OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    b, f, t, in_rows, in_time, start = at
+    b, f, t, in_rows, in_time = at
     before = shifted(at, T, -1)
     if OPTION == STARTS_AT:
         cut = flag(x.dones, strides.dones, at)
@@ -28,7 +28,7 @@ def traces_terms(
         valid = flag(x.valid, strides.valid, at)
         cut = cut | (valid == 0) | ((flag(x.valid, strides.valid, before) == 0) & (t > 0))
     # A seed enters row 0 with that row's own decay.
-    decays_at = (b, f, tl.maximum(t - 1, 0), in_rows, in_time, start)
+    decays_at = (b, f, tl.maximum(t - 1, 0), in_rows, in_time)
     g = coefficient(x.gamma, strides.gamma, gamma, decays_at, DTYPE)
     decay = g * coefficient(x.lambda_, strides.lambda_, lambda_, decays_at, DTYPE)
     value = step_value(x[0], strides[0], at, valid, DTYPE)

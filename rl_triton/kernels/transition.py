@@ -11,17 +11,24 @@ def transition(x, strides, at, T):
     """(terminated, truncated, cut, valid); an invalid row counts as terminated and cut."""
     terminated = flag(x.terminateds, strides.terminateds, at)
     truncated = tl.full([1, 1], 0, tl.int1)
-    valid = tl.full([1, 1], 1, tl.int1)
+    valid = is_valid(x, strides, at)
     cut = terminated | (at[2] == T - 1)
     if x.truncateds is not None:
         truncated = flag(x.truncateds, strides.truncateds, at)
         cut = cut | truncated
     if x.valid is not None:
-        valid = flag(x.valid, strides.valid, at)
-        followed = flag(x.valid, strides.valid, shifted(at, T, 1))
+        followed = is_valid(x, strides, shifted(at, T, 1))
         cut = cut | (followed == 0) | (valid == 0)
         terminated = terminated | (valid == 0)
     return terminated, truncated, cut, valid
+
+
+@triton.jit
+def is_valid(x, strides, at):
+    if x.valid is None:
+        return tl.full([1, 1], 1, tl.int1)
+    else:
+        return flag(x.valid, strides.valid, at)
 
 
 @triton.jit
