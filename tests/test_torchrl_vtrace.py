@@ -11,6 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDict
 from tensordict.nn import (
     CompositeDistribution,
+    CudaGraphModule,
     InteractionType,
     TensorDictModule,
     composite_lp_aggregate,
@@ -769,3 +770,35 @@ def test_compiles_without_a_graph_break():
     want = module(td.clone())["advantage"]
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(td)["advantage"], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("options", [{}, {"rho_thresh": torch.tensor(1.2)}, {"bootstrap_budget": 9}], ids=str)
+def test_cuda_graph_and_sync_mode(monkeypatch, options, scored):
+    # A distribution that validates its arguments waits for the device.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
+    actor = categorical_actor() if scored else None
+    module = VTrace(gamma=GAMMA, actor_network=actor, value_network=critic(), **options).to("cuda")
+    td = rollout(action=torch.randint(3, (4, 7))).to("cuda")
+    if not scored:
+        td["log_pi"] = td["action_log_prob"] + 0.1
+    want = module(td.copy())["advantage"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(td.copy())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph: Any = CudaGraphModule(module)
+    for _ in range(5):
+        torch.testing.assert_close(graph(td.copy())["advantage"], want)
+
+
+@pytest.mark.gpu
+def test_numbers_on_the_gpu():
+    actor, value = gaussian_actor(), critic()
+    td = rollout((16, 40))
+    want = expected(td, stored_log_prob(actor, td), value)
+    td = VTrace(gamma=GAMMA, actor_network=actor, value_network=value).to("cuda")(td.to("cuda"))
+    assert_written(td.to("cpu"), want)

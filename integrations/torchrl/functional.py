@@ -300,10 +300,8 @@ def clipped_vtrace(
         return compute_vtrace(log_pi, log_mu, *inputs, rho_thresh, c_thresh, **options)
 
     log_ratio = log_pi.to(torch.promote_types(log_pi.dtype, torch.float32)) - log_mu
-    log_rho, log_c = (
-        log_ratio.clamp(max=torch.as_tensor(bar, device=log_ratio.device).to(log_ratio.dtype).log())
-        for bar in (rho_thresh, c_thresh)
-    )
+    bars = (x if isinstance(x, Tensor) else log_ratio.new_full((), x) for x in (rho_thresh, c_thresh))
+    log_rho, log_c = (log_ratio.clamp(max=bar.to(log_ratio).log()) for bar in bars)
     # The core clips one ratio with two bars. It gets the ratio clipped to rho, and c as rho * lambda_.
     # Where rho is 0 nothing is carried, and the quotient of two zeros must not be formed.
     zero = log_rho == -math.inf

@@ -87,15 +87,19 @@ class VTrace(Estimator, torchrl_value.VTrace):
         }
         self._warned = False
 
-    def _threshold(self, name: str) -> Coefficient:
-        """A number where it is known, which spares a handful of operations, else the buffer."""
+    def _number(self, name: str) -> float | None:
+        """What a threshold's buffer holds, where that is known."""
         buffer = getattr(self, name)
-        of, number = self._numbers.get(name, (None, 0.0))
-        unchanged = not torch.compiler.is_compiling() and of is buffer and buffer._version == 0
-        return number if unchanged else buffer
+        of, number = self._numbers.get(name, (None, None))
+        return number if of is buffer and buffer._version == 0 else None
+
+    def _threshold(self, name: str, device: torch.device) -> Coefficient:
+        """A number, which spares a handful of operations, or the buffer."""
+        number = None if torch.compiler.is_compiling() else self._number(name)
+        return self._coefficient(name, device) if number is None else number
 
     def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> VTrace:
-        known = {name: number for name in self._numbers if isinstance(number := self._threshold(name), float)}
+        known = {name: self._number(name) for name in self._numbers}
         super()._apply(fn, *args, **kwargs)
         # Moving the buffers does not change what they hold.
         self._numbers = {name: (getattr(self, name), number) for name, number in known.items()}
@@ -149,8 +153,8 @@ class VTrace(Estimator, torchrl_value.VTrace):
             terminated,
             done,
             self._gamma(tensordict, reward),
-            rho_thresh=self._threshold("rho_thresh"),
-            c_thresh=self._threshold("c_thresh"),
+            rho_thresh=self._threshold("rho_thresh", reward.device),
+            c_thresh=self._threshold("c_thresh", reward.device),
             bootstrap_values=bootstrap,
             next_values=next_value,
             valid=valid,
