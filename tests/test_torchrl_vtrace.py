@@ -333,8 +333,14 @@ def test_composite_actions(aggregate):
     with set_composite_lp_aggregate(aggregate):
         module = VTrace(gamma=GAMMA, actor_network=actor, value_network=value)
         module(td)
-    assert ("action", "arm") in module.in_keys and ("action", "leg") in module.in_keys
-    assert_written(td, expected(td, log_pi, value, log_mu=log_mu))
+        assert ("action", "arm") in module.in_keys and ("action", "leg") in module.in_keys
+        want = expected(td, log_pi, value, log_mu=log_mu)
+        assert_written(td, want)
+        if not aggregate:
+            keys = [("action", "arm_log_prob"), ("action", "leg_log_prob")]
+            module.set_keys(sample_log_prob=keys)
+            assert set(keys) <= set(module.in_keys)
+            assert_written(module(td), want)
 
 
 def test_without_an_action_as_torchrl_and_one_warning():
