@@ -36,7 +36,11 @@ def retrace_terms(
     expected = expectation(x, strides, at, A, terminated, cut, OPTION, DTYPE, BLOCK_A)
     ratio = probability_ratio(x, strides, at, valid, DTYPE)
     on = beyond(at, T, DENSE)
-    following = probability_ratio(x, strides, on, is_valid(x, strides, on), DTYPE)
+    needed = is_valid(x, strides, on)
+    if DENSE > 1:
+        # Only the first row of the next segment: the gather is what costs.
+        needed = needed & (on[2] % DENSE == 0)
+    following = probability_ratio(x, strides, on, needed, DTYPE)
     following = next_rows(ratio, following, at, DENSE)
     return corrected(
         x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
@@ -59,15 +63,15 @@ def corrected(
 
 
 @triton.jit
-def probability_ratio(x, strides, at, valid, DTYPE: tl.constexpr):
-    """pi / mu of the action taken; 1 on invalid rows, whose action may be anything."""
+def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
+    """pi / mu of the action taken where needed, else 1: the action of an invalid row may be anything."""
     offset, mask = locate(strides.actions, at)
-    action = tl.load(x.actions + offset, mask=mask & valid, other=0).to(tl.int64)
+    action = tl.load(x.actions + offset, mask=mask & needed, other=0).to(tl.int64)
     offset, mask = locate(strides.action_probs_target, at)
     offset = offset + action * strides.action_probs_target[3]
-    pi = tl.load(x.action_probs_target + offset, mask=mask & valid, other=0).to(DTYPE)
+    pi = tl.load(x.action_probs_target + offset, mask=mask & needed, other=0).to(DTYPE)
     mu = load(x.action_probs_behavior, strides.action_probs_behavior, at, DTYPE)
-    return tl.where(valid, pi / tl.where(valid, mu, 1.0), 1.0)
+    return tl.where(needed, pi / tl.where(needed, mu, 1.0), 1.0)
 
 
 @triton.jit
