@@ -1,4 +1,4 @@
-"""What the trainers share: command line, environments, networks, logs, stage times, checkpoints, pictures."""
+"""What the trainers share: command line, stage times, checkpoints, logs, pictures, and the run itself."""
 
 from __future__ import annotations
 
@@ -23,22 +23,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from tensordict import TensorDictBase
+from torch import nn
 from torchrl.checkpoint import GlobalRNGState
-from torchrl.envs.utils import ExplorationType, set_exploration_type
-from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
-
-# Importing it registers rl_triton/CartPole-v1 and rl_triton/Pendulum-v1.
-from rl_triton.integrations.envs import TorchVectorEnv
-
-# Checking the parameters of a distribution reads them on the host: a synchronisation per step on a GPU.
-torch.distributions.Distribution.set_default_validate_args(False)
 
 
 def fail(message: object) -> NoReturn:
@@ -175,209 +165,6 @@ class Interrupt:
     def _handle(self, *_: object) -> None:
         self.set = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# Environments
-
-
-class Envs:
-    """A Gymnasium vector environment seen through tensors of one device.
-
-    The autoreset mode is same-step: an env that ends hands out the observation it reached and, beside it, the
-    one that its next episode starts from.
-    """
-
-    def __init__(self, env_id: str, num_envs: int, device: torch.device) -> None:
-        mode = gym.vector.AutoresetMode.SAME_STEP
-        try:
-            if env_id.startswith("rl_triton/"):
-                self.envs = gym.make_vec(env_id, num_envs, device=device, autoreset_mode=mode)
-            else:
-                kwargs = {"autoreset_mode": mode}
-                self.envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=kwargs)
-        except (gym.error.Error, ImportError) as error:
-            fail(f"--env-id {env_id}: {error}")
-        # The environment itself where it computes on `device`, with a state that can be saved.
-        inner = self.envs.unwrapped
-        self.native = inner if isinstance(inner, TorchVectorEnv) else None
-        observation_space = self.envs.single_observation_space
-        self.action_space = self.envs.single_action_space
-        if not isinstance(observation_space, gym.spaces.Box):
-            fail(f"--env-id {env_id}: observations must be a Box, got {observation_space}")
-        if not isinstance(self.action_space, (gym.spaces.Discrete, gym.spaces.Box)):
-            fail(f"--env-id {env_id}: actions must be Discrete or a Box, got {self.action_space}")
-        self.observation_shape = observation_space.shape
-        self.device = device
-        spec = self.envs.spec
-        # At most one truncation in so many steps of an env.
-        self.min_truncation_gap = (spec and spec.max_episode_steps) or 1
-        if isinstance(self.action_space, gym.spaces.Box):
-            self.low, self.high = (
-                torch.as_tensor(bound, device=device)
-                for bound in (self.action_space.low, self.action_space.high)
-            )
-
-    def _tensor(self, array: Any) -> Tensor:
-        return torch.as_tensor(array, device=self.device)
-
-    def reset(self, seed: int) -> Tensor:
-        return self._tensor(self.envs.reset(seed=seed)[0]).float()
-
-    def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`(reached, reward, terminated, truncated, observation)`; the last is where the next step starts."""
-        if action.is_floating_point():
-            action = action.clamp(self.low, self.high)
-        if self.native is not None:
-            observation, reward, terminated, truncated, infos = self.envs.step(action)
-            return infos["final_obs"], reward, terminated, truncated, observation
-        observation, reward, terminated, truncated, infos = self.envs.step(action.cpu().numpy())
-        reached = observation
-        if "final_obs" in infos:
-            ended = infos["_final_obs"]
-            reached = observation.copy()
-            reached[ended] = np.stack(infos["final_obs"][ended])
-        reached, reward, observation = (self._tensor(x).float() for x in (reached, reward, observation))
-        return reached, reward, self._tensor(terminated), self._tensor(truncated), observation
-
-    def close(self) -> None:
-        self.envs.close()
-
-
-@torch.no_grad()
-def evaluate(actor: nn.Module, env_id: str, episodes: int, seed: int, device: torch.device) -> float:
-    """Mean return of the actor's most likely actions, over the first episode of each of `episodes` envs.
-
-    An `rl_triton/` environment is judged in Gymnasium's own of the same name.
-    """
-    envs = Envs(env_id.removeprefix("rl_triton/"), episodes, device)
-    observation = envs.reset(seed)
-    returns = torch.zeros(episodes, device=device)
-    running = torch.ones(episodes, dtype=torch.bool, device=device)
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        while running.any():
-            action = actor(TensorDict({"observation": observation}, [episodes]))["action"]
-            _, reward, terminated, truncated, observation = envs.step(action)
-            returns += reward * running
-            running &= ~(terminated | truncated)
-    envs.close()
-    return returns.mean().item()
-
-
-def record_video(actor: nn.Module, env_id: str, folder: Path, seed: int, device: torch.device) -> None:
-    """Film one episode of the actor's most likely actions."""
-    try:
-        env = gym.make(env_id.removeprefix("rl_triton/"), render_mode="rgb_array")
-        env = gym.wrappers.RecordVideo(env, str(folder), disable_logger=True)
-        observation, _ = env.reset(seed=seed)
-        ended = False
-        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-            while not ended:
-                state = torch.as_tensor(observation, device=device).float()
-                action = actor(TensorDict({"observation": state}, []))["action"].cpu().numpy()
-                if isinstance(env.action_space, gym.spaces.Box):
-                    action = action.clip(env.action_space.low, env.action_space.high)
-                observation, _, terminated, truncated, _ = env.step(action)
-                ended = terminated or truncated
-        env.close()
-    except gym.error.DependencyNotInstalled as error:
-        fail(f"--video: {error}")
-
-
-# Networks
-
-
-class Categorical(torch.distributions.Categorical):
-    """Draws by the Gumbel trick: `torch.multinomial` reads its input on the host, which no graph may."""
-
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        noise = torch.empty((*sample_shape, *self.logits.shape), device=self.logits.device).exponential_()
-        return (self.logits - noise.log()).argmax(-1)
-
-    @property
-    def deterministic_sample(self) -> Tensor:
-        return self.mode
-
-
-class RunningNorm(nn.Module):
-    """Observations less their running mean, over their running deviation, within ±10.
-
-    The statistics move when `update` is called: between a rollout and its last update they stand still.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    count: Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.register_buffer("variance", torch.ones(size))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, observation: Tensor) -> Tensor:
-        return ((observation - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-10, 10)
-
-    @torch.no_grad()
-    def update(self, observations: Tensor) -> None:
-        """Take a batch `[..., size]` into the statistics."""
-        batch = observations.flatten(0, -2)
-        share = len(batch) / (self.count + len(batch))
-        delta = batch.mean(0) - self.mean
-        spread = batch.var(0, correction=0) - self.variance + (1 - share) * delta.square()
-        self.mean += share * delta
-        self.variance += share * spread
-        self.count += len(batch)
-
-
-class GaussianHead(nn.Module):
-    """A linear mean, and a deviation that is the same in every state."""
-
-    def __init__(self, features: int, actions: int) -> None:
-        super().__init__()
-        self.mean = _orthogonal(features, actions, 0.01)
-        self.log_std = nn.Parameter(torch.zeros(actions))
-
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        loc = self.mean(features)
-        return loc, self.log_std.exp().expand_as(loc)
-
-
-def _orthogonal(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
-    """Orthogonal linear layers with a tanh behind each."""
-    layers: list[nn.Module] = []
-    for size in hidden:
-        layers += [_orthogonal(inputs, size, math.sqrt(2)), nn.Tanh()]
-        inputs = size
-    return nn.Sequential(*layers)
-
-
-def actor_critic(
-    body: Callable[[], nn.Module], features: int, action_space: gym.Space, device: torch.device
-) -> tuple[ProbabilisticActor, ValueOperator]:
-    """An actor and a critic, each on a body of its own that turns observations into `features` numbers."""
-    keys: list[Any]
-    if isinstance(action_space, gym.spaces.Discrete):
-        head, keys, distribution = _orthogonal(features, int(action_space.n), 0.01), ["logits"], Categorical
-    else:
-        head = GaussianHead(features, math.prod(action_space.shape or ()))
-        keys, distribution = ["loc", "scale"], IndependentNormal
-    actor = ProbabilisticActor(
-        TensorDictModule(nn.Sequential(body(), head), ["observation"], keys),
-        in_keys=keys,
-        distribution_class=distribution,
-        return_log_prob=True,
-    )
-    critic = ValueOperator(nn.Sequential(body(), _orthogonal(features, 1, 1.0)), in_keys=["observation"])
-    for module in (actor, critic):
-        module.to(device)
-    return actor, critic
 
 
 # Stage times
@@ -553,6 +340,14 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
     return state
 
 
+def restore_rng(state: Mapping[str, Any], ranks: Ranks, seed: int) -> None:
+    """Draw on from where the first process was; the others start from fresh seeds."""
+    if ranks.main:
+        GlobalRNGState().load_state_dict(state["rng"])
+    else:
+        torch.manual_seed(seed + 1000 * ranks.rank + state["steps"])
+
+
 # Logs and pictures
 
 
@@ -673,6 +468,12 @@ def plot_returns(rows: Sequence[Mapping[str, float]], folder: Path, title: str) 
     return paths
 
 
+def finished_returns(batch: TensorDictBase) -> list[float]:
+    """Returns of the episodes that ended in a batch `[N, T]`, in the order of their ends."""
+    returns, done = (batch["next", key].transpose(0, 1) for key in ("episode_reward", "done"))
+    return returns[done].tolist()
+
+
 class Returns:
     """Mean returns of the episodes that ended last.
 
@@ -735,11 +536,7 @@ class Trainer(Protocol):
     stages: Stages
     device: torch.device
     num_envs: int
-
-    @property
-    def actor(self) -> nn.Module:
-        """The policy, as a TensorDict module."""
-        ...
+    saves_envs: bool
 
     @property
     def steps(self) -> int:
@@ -758,6 +555,14 @@ class Trainer(Protocol):
         """What else to log of the last iteration; always the same names."""
         ...
 
+    def evaluate(self) -> float:
+        """Mean return of the policy without its exploration."""
+        ...
+
+    def film(self, folder: Path) -> None:
+        """Film an episode of it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -774,7 +579,12 @@ def train(trainer: Trainer, config: Any) -> None:
     seconds_before = 0.0
     if config.resume:
         state = load_checkpoint(config.resume)
-        trainer.load_state_dict(state)
+        try:
+            trainer.load_state_dict(state)
+        except (KeyError, RuntimeError, ValueError) as error:
+            fail(f"--resume {config.resume} does not fit the settings: {error}")
+        if ranks.main and not trainer.saves_envs:
+            print("These environments cannot be saved: their episodes start anew.")
         seconds_before = state["seconds"]
         returns.load_state_dict(state["returns"])
     log.start(trainer.steps, config)
@@ -792,15 +602,14 @@ def train(trainer: Trainer, config: Any) -> None:
     def seconds() -> float:
         return seconds_before + time.perf_counter() - started
 
-    def evaluation() -> float:
-        return evaluate(trainer.actor, config.env_id, config.eval_episodes, config.seed + 1, trainer.device)
-
     started = measured_from = time.perf_counter()
     measured_steps, iteration, sps = trainer.steps, 0, math.nan
     stages.restart()
-    while trainer.steps < config.total_steps and not ranks.any(
-        interrupt.set or returns.reached(config.stop_at)
-    ):
+
+    def ended() -> bool:
+        return trainer.steps >= config.total_steps or interrupt.set or returns.reached(config.stop_at)
+
+    while not ranks.any(ended()):
         if iteration == BURN_IN:
             stages.restart()
             measured_from, measured_steps = time.perf_counter(), trainer.steps
@@ -814,7 +623,7 @@ def train(trainer: Trainer, config: Any) -> None:
         evaluated = math.nan
         if config.eval_every and iteration % config.eval_every == 0:
             with stages("evaluate"):
-                evaluated = evaluation()
+                evaluated = trainer.evaluate()
         with stages("log"):
             numbers = trainer.numbers()
             row = {
@@ -844,7 +653,7 @@ def train(trainer: Trainer, config: Any) -> None:
                 "steps": trainer.steps,
                 "seconds": seconds(),
                 **{name: value if math.isfinite(value) else None for name, value in finite.items()},
-                "eval_return": evaluation(),
+                "eval_return": trainer.evaluate(),
                 "reached_stop_at": returns.reached(config.stop_at),
                 "interrupted": interrupt.set,
                 "stages": stages.summary(),
@@ -853,5 +662,5 @@ def train(trainer: Trainer, config: Any) -> None:
             }
         )
         if config.video:
-            record_video(trainer.actor, config.env_id, log.dir / "video", config.seed, trainer.device)
+            trainer.film(log.dir / "video")
     trainer.close()

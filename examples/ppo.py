@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import common
+import parts
 import torch
-from common import Envs, Graphed, Ranks, RunningNorm, Stages, fail
+from common import Graphed, Ranks, Stages, fail
+from parts import Envs, Estimator, GradientStep, RunningNorm
 from tensordict import TensorDict
 from torch import Tensor, nn
-from torchrl.checkpoint import GlobalRNGState
 from torchrl.objectives import ClipPPOLoss
-
-Estimator = Callable[[TensorDict], Any]
 
 
 @dataclasses.dataclass
@@ -90,7 +89,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def make_estimator(name: str, gamma: float, lmbda: float) -> Estimator:
-    """The estimator `name`: it adds `advantage` and `value_target` to a `[N, T]` batch that holds values."""
+    """The estimator `name`, for batches that hold values."""
     if name == "triton":
         from rl_triton.integrations.torchrl import GAE
 
@@ -117,8 +116,6 @@ def loop_gae(batch: TensorDict, gamma: float, lmbda: float) -> None:
 class PPO:
     """The algorithm: `iterate` collects one rollout and learns from it."""
 
-    losses = ("loss_objective", "loss_critic", "loss_entropy", "entropy", "kl_approx", "clip_fraction")
-
     def __init__(self, config: Config, estimator: Estimator | None = None) -> None:
         self.config = config
         self.device = common.torch_device(config.device, config.threads)
@@ -130,17 +127,20 @@ class PPO:
         self.iteration = 0
         if self.batch_size % config.minibatches:
             fail(f"--minibatches {config.minibatches} must divide num_envs x num_steps = {self.batch_size}")
-        seed = config.seed + 1000 * self.ranks.rank
-        torch.manual_seed(config.seed)
         self.envs = Envs(config.env_id, config.num_envs, self.device)
+        self.saves_envs = self.envs.native is not None
         if config.cudagraphs and (self.device.type != "cuda" or self.envs.native is None):
             fail("--cudagraphs needs --device cuda and an rl_triton/ environment")
-        self._build_networks()
-        self._allocate(self.envs.reset(seed))
-        torch.manual_seed(seed)
-
-        self.estimator = estimator or make_estimator(config.estimator, config.gamma, config.gae_lambda)
         self.stages = Stages(self.device)
+        self.estimator = estimator or make_estimator(config.estimator, config.gamma, config.gae_lambda)
+        # rl_triton's bootstraps from the few final observations that matter; the others want all next values.
+        self.every_next_value = config.estimator != "triton"
+        torch.manual_seed(config.seed)
+        self._build_networks()
+        seed = config.seed + 1000 * self.ranks.rank
+        torch.manual_seed(seed)
+        self._allocate(self.envs.reset(seed))
+
         graphed = config.cudagraphs
         env_generators = [self.envs.native.generator] if self.envs.native is not None else []
         # TorchRL's estimators synchronise with the host; they and the loop run as their users run them.
@@ -148,11 +148,10 @@ class PPO:
         self.rollout = Graphed(self._rollout, "collect", self.stages, graphed, env_generators)
         self.value_pass = Graphed(self._value_pass, "value net", self.stages, graphed)
         self.estimate = Graphed(self._estimate, "advantage", self.stages, capturable)
+        self.update = self._update
         # Several processes exchange gradients during an update, so theirs stays eager.
-        alone = self.ranks.world == 1
-        self.update = (
-            Graphed(self._update, "update", self.stages, True) if graphed and alone else self._update
-        )
+        if graphed and self.ranks.world == 1:
+            self.update = Graphed(self._update, "update", self.stages, True)
 
     def _build_networks(self) -> None:
         config, shape = self.config, self.envs.observation_shape
@@ -162,11 +161,11 @@ class PPO:
         self.norm = RunningNorm(size) if config.normalize_observations else None
 
         def body() -> nn.Module:
-            layers = common.mlp(size, config.hidden)
+            layers = parts.mlp(size, config.hidden)
             return nn.Sequential(self.norm, layers) if self.norm else layers
 
         features = (size, *config.hidden)[-1]
-        self.actor, self.critic = common.actor_critic(body, features, self.envs.action_space, self.device)
+        self.actor, self.critic = parts.actor_critic(body, features, self.envs.action_space, self.device)
         self.loss_module = ClipPPOLoss(
             self.actor,
             self.critic,
@@ -177,19 +176,19 @@ class PPO:
             normalize_advantage=True,
             functional=False,
         )
-        # A graph reads the step size from memory.
-        self.graph_rate = torch.tensor(config.learning_rate, device=self.device)
-        self.optimizer = torch.optim.Adam(
-            self.loss_module.parameters(),
-            lr=self.graph_rate if config.cudagraphs else config.learning_rate,
-            eps=1e-5,
-            capturable=config.cudagraphs,
-            fused=self.device.type == "cuda",
+        self.step = GradientStep(
+            self.loss_module,
+            "adam",
+            config.learning_rate,
+            config.max_grad_norm,
+            self.ranks,
+            self.stages,
+            compiled=config.compile,
+            graphed=config.cudagraphs,
         )
         self.act, self.critic_net = self._act, self.critic.module
-        self.loss: Callable[[TensorDict], TensorDict] = self.ranks.share(self.loss_module)
         if config.compile:
-            self.act, self.critic_net, self.loss = map(torch.compile, (self.act, self.critic_net, self.loss))
+            self.act, self.critic_net = torch.compile(self.act), torch.compile(self.critic_net)
             if self.envs.native is not None:
                 self.envs.native.transition = torch.compile(self.envs.native.transition)
 
@@ -198,7 +197,7 @@ class PPO:
         action, log_prob = self._act(observation)
         number = observation.new_zeros(self.num_envs, 1)
         flag = torch.zeros_like(number, dtype=torch.bool)
-        step = TensorDict(
+        row = TensorDict(
             {
                 "observation": observation,
                 "action": action,
@@ -213,23 +212,21 @@ class PPO:
                     "truncated": flag,
                     "done": flag,
                     "episode_reward": number,
-                    "state_value": number,
                     "bootstrap_value": number,
                 },
             },
             [self.num_envs],
         )
-        self.batch = step.unsqueeze(1).expand(self.num_envs, self.config.num_steps).clone()
+        if self.every_next_value:
+            row["next", "state_value"] = number
+        self.batch = row.unsqueeze(1).expand(self.num_envs, self.config.num_steps).clone()
         # [N * T] views for the minibatches.
-        self.samples = self.batch.select(
-            "observation", "action", "action_log_prob", "advantage", "value_target"
-        ).view(-1)
-        self.index = torch.zeros(
-            self.batch_size // self.config.minibatches, dtype=torch.long, device=self.device
-        )
+        learned_from = ("observation", "action", "action_log_prob", "advantage", "value_target")
+        self.samples = self.batch.select(*learned_from).view(-1)
+        minibatch_size = self.batch_size // self.config.minibatches
+        self.index = torch.zeros(minibatch_size, dtype=torch.long, device=self.device)
         self.observation = observation.clone()
         self.episode_reward = torch.zeros(self.num_envs, device=self.device)
-        self.metrics = torch.zeros(len(self.losses), device=self.device)
 
     @torch.no_grad()
     def _act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,52 +259,22 @@ class PPO:
 
     @torch.no_grad()
     def _value_pass(self) -> None:
-        """Values of all observations, and of the few final ones that something is bootstrapped from."""
-        batch, T = self.batch, self.config.num_steps
-        truncated = batch["next", "truncated"].squeeze(-1)
-        # All truncated rows without asking how many: an env's time limit bounds them. Spare slots do no harm.
-        slots = min(T, 1 + (T - 1) // self.envs.min_truncation_gap)
-        rows = truncated.int().topk(slots, dim=1).indices
-        rows = torch.cat([rows, torch.full_like(rows[:, :1], T - 1)], dim=1).unsqueeze(-1)
-        final = batch["next", "observation"].take_along_dim(rows, dim=1)
-        values = self.critic_net(torch.cat([batch["observation"], final], dim=1))
-
-        batch["state_value"].copy_(values[:, :T])
-        bootstrap = batch["next", "bootstrap_value"].scatter_(1, rows, values[:, T:])
-        if self.config.estimator != "triton":
-            # The other estimators want the next value of every row.
-            following = values[:, :T].roll(-1, dims=1)
-            following[:, -1] = bootstrap[:, -1]
-            batch["next", "state_value"].copy_(torch.where(batch["next", "truncated"], bootstrap, following))
+        gap = self.envs.min_truncation_gap
+        parts.value_pass(self.critic_net, self.batch, gap, self.every_next_value)
 
     @torch.no_grad()
     def _estimate(self) -> None:
-        inputs = self.batch.exclude("advantage", "value_target")
-        if self.config.estimator == "triton":
-            inputs = inputs.exclude(("next", "state_value"))
-        self.estimator(inputs)
-        self.batch["advantage"].copy_(inputs["advantage"])
-        self.batch["value_target"].copy_(inputs["value_target"])
+        parts.estimate(self.estimator, self.batch)
 
     def _update(self) -> None:
         with self.stages("index"):
             minibatch = self.samples[self.index]
-        with self.stages("forward"):
-            losses = self.loss(minibatch)
-            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-        with self.stages("backward"):
-            self.optimizer.zero_grad()
-            loss.backward()
-        with self.stages("optimiser"):
-            nn.utils.clip_grad_norm_(self.loss_module.parameters(), self.config.max_grad_norm)
-            self.optimizer.step()
-            self.metrics += torch.stack([losses[name].detach() for name in self.losses])
+        self.step(minibatch)
 
     def iterate(self) -> None:
         """One rollout and the updates on it."""
         config = self.config
-        self._anneal(1 - self.iteration / self.iterations)
-        self.metrics.zero_()
+        self.step.restart(share=1 - self.iteration / self.iterations)
         self.rollout()
         for epoch in range(config.epochs):
             order = torch.randperm(self.batch_size, device=self.device).view(config.minibatches, -1)
@@ -322,32 +289,25 @@ class PPO:
             self.norm.update(self.batch["observation"])
         self.iteration += 1
 
-    def _anneal(self, share: float) -> None:
-        rate = self.config.learning_rate * share
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.graph_rate.fill_(rate) if self.config.cudagraphs else rate
-
     @property
     def steps(self) -> int:
         return self.iteration * self.iteration_steps
 
     def finished_returns(self) -> list[float]:
-        """Returns of the episodes that ended in the last rollout, in the order of their ends."""
-        after = self.batch["next"]
-        return after["episode_reward"].transpose(0, 1)[after["done"].transpose(0, 1)].tolist()
+        return common.finished_returns(self.batch)
 
     def numbers(self) -> dict[str, float]:
-        """The losses, averaged over the updates of the last iteration."""
-        updates = self.config.epochs * self.config.minibatches
-        return dict(zip(self.losses, (self.metrics / updates).tolist(), strict=True))
+        return self.step.averages()
+
+    def evaluate(self) -> float:
+        return parts.evaluate(self.actor, self.config, self.device)
+
+    def film(self, folder: Path) -> None:
+        parts.film(self.actor, self.config, self.device, folder)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run continues from: bit by bit, if the environments can be saved too."""
-        state = {
-            "iteration": self.iteration,
-            "model": self.loss_module.state_dict(),
-            "optimizer": self.optimizer.state_dict()["state"],
-        }
+        state = {"iteration": self.iteration, **self.step.state_dict()}
         if self.envs.native is not None:
             state["envs"] = self.envs.native.state_dict()
             state |= {"observation": self.observation, "episode_reward": self.episode_reward}
@@ -355,24 +315,14 @@ class PPO:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iteration = state["iteration"]
-        try:
-            self.loss_module.load_state_dict(state["model"])
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
-            if self.envs.native is not None:
-                self.envs.native.load_state_dict(state["envs"])
-                self.observation.copy_(state["observation"])
-                self.episode_reward.copy_(state["episode_reward"])
-            else:
-                if self.ranks.main:
-                    print("These environments cannot be saved: their episodes start anew.")
-                self.observation.copy_(self.envs.reset(self.config.seed + state["steps"]))
-        except (RuntimeError, ValueError) as error:
-            fail(f"--resume: the checkpoint does not fit the settings: {error}")
-        if self.ranks.main:
-            GlobalRNGState().load_state_dict(state["rng"])
+        self.step.load_state_dict(state)
+        if self.envs.native is not None:
+            self.envs.native.load_state_dict(state["envs"])
+            self.observation.copy_(state["observation"])
+            self.episode_reward.copy_(state["episode_reward"])
         else:
-            torch.manual_seed(self.config.seed + 1000 * self.ranks.rank + self.steps)
+            self.observation.copy_(self.envs.reset(self.config.seed + state["steps"]))
+        common.restore_rng(state, self.ranks, self.config.seed)
 
     def close(self) -> None:
         self.envs.close()

@@ -22,6 +22,7 @@ for name in ("torchrl", "tyro", "gymnasium"):
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 common = importlib.import_module("common")
+parts = importlib.import_module("parts")
 ppo = importlib.import_module("ppo")
 
 TINY = {"num_envs": 4, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
@@ -230,7 +231,7 @@ def test_torchrun_processes_learn_the_same_weights(tmp_path):
 
 
 def test_running_norm_matches_the_whole_sample():
-    norm = common.RunningNorm(3)
+    norm = parts.RunningNorm(3)
     batches = [3 * torch.randn(size, 3, dtype=torch.float64) + 1 for size in (5, 50, 7)]
     norm.double()
     for batch in batches:
