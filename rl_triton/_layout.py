@@ -86,12 +86,12 @@ def resolve(x: NamedTuple, time_dim: int) -> Layout:
 
     actions = None
     for name, value in fields.items():
-        if value is None:
-            continue
-        if name in EDGES:
-            _check_edge(name, value, shape, time_dim)
-        elif name in COEFFICIENTS:
+        if name in COEFFICIENTS:
             _check_coefficient(name, value, shape, lead)
+        elif value is None:
+            continue
+        elif name in EDGES:
+            _check_edge(name, value, shape, time_dim)
         elif name in PER_ACTION:
             if actions is not None and value.shape[-1] != actions[1]:
                 raise ValueError(
@@ -182,7 +182,8 @@ def _check_edge(name: str, value: Tensor, shape: list[int], time_dim: int) -> No
 def _check_coefficient(name: str, value: Any, shape: list[int], lead: Tensor) -> None:
     if not isinstance(value, Tensor):
         if not isinstance(value, Real):
-            raise TypeError(f"{name} must be a number or a torch.Tensor, got {type(value).__name__}")
+            got = "None" if value is None else type(value).__name__
+            raise TypeError(f"{name} must be a number or a torch.Tensor, got {got}")
         return
     if value.dtype not in FLOATS:
         raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {value.dtype}")

@@ -22,7 +22,8 @@ def traces_terms(
     if OPTION == STARTS_AT:
         cut = flag(x.dones, strides.dones, at)
     else:
-        cut = flag(x.dones, strides.dones, before)
+        # A flag that is the same for all steps has a row -1 too.
+        cut = flag(x.dones, strides.dones, before) & (t > 0)
     valid = tl.full([1, 1], 1, tl.int1)
     if x.valid is not None:
         valid = flag(x.valid, strides.valid, at)
