@@ -89,8 +89,10 @@ class Formulas:
     def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> Outputs:
         algorithm, layout = self.algorithm, self.layout
         if 0 in layout.shape:
-            count = algorithm.outputs(self.options)
-            return tuple(x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(count))
+            # Adding nothing keeps the inputs in the graph.
+            nothing = sum(v.sum() * 0 for v in x if isinstance(v, Tensor) and v.requires_grad)
+            empty = x[0].new_empty(layout.shape, dtype=layout.dtype)
+            return tuple(empty + nothing for _ in range(algorithm.outputs(self.options)))
         inputs = algorithm.inputs
         steps = inputs._make(time_first(name, value, layout) for name, value in zip(inputs._fields, x))
         scan = algorithm.stage(steps, scalars, self.options)

@@ -60,11 +60,21 @@ def rows(x: Any) -> Rows:
     return Rows(terminated, truncated, torch.cat([cut[:-1], last]))
 
 
+def readable(x: Any, *coefficients: Tensor | float) -> Any:
+    """`x` as a product with these coefficients reads it: where one is 0, an infinity or a NaN is not read."""
+    for c in coefficients:
+        if isinstance(x, Tensor) and (isinstance(c, Tensor) or c == 0):
+            hidden = torch.as_tensor(c == 0, device=x.device)
+            if torch.is_grad_enabled():
+                # What is finite stays, for the sake of the coefficient's own gradient.
+                hidden = hidden & ~torch.isfinite(x)
+            x = torch.where(hidden, 0, x)
+    return x
+
+
 def scale(c: Tensor | float, x: Tensor) -> Tensor:
-    """`c * x` where a zero coefficient selects: an infinity or a NaN behind it is not read."""
-    if not isinstance(c, Tensor):
-        return x * c if c != 0 else torch.zeros_like(x)
-    return c * torch.where((c == 0) & ~torch.isfinite(x), 0, x)
+    """`c * x` where a zero coefficient selects."""
+    return c * readable(x, c)
 
 
 def where_kept(mask: Tensor, c: Tensor | float) -> Tensor | float:
@@ -115,7 +125,7 @@ def lambda_returns(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...])
     at = rows(x)
     one = torch.ones((), dtype=x.rewards.dtype, device=x.rewards.device)
     bootstrapped = torch.where(at.cut, one, 1 - x.lambda_)
-    a = x.rewards + scale(discount(x, at), scale(bootstrapped, next_value(x, at)))
+    a = x.rewards + scale(discount(x, at) * bootstrapped, next_value(x, at))
     return Scan(a, decay(x, ~at.cut, a), lambda y: (y,))
 
 
@@ -128,7 +138,7 @@ def vtrace(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan
     c = _clipped_exp(log_ratio, c_bar)
     rho_pg = rho if rho_pg_bar == rho_bar else _clipped_exp(log_ratio, rho_pg_bar)
     v_next = next_value(x, at)
-    a = scale(rho, x.rewards + scale(discount(x, at), v_next) - x.values)
+    a = _weighted_error(x, at, rho, v_next, x.values)
     b = scale(decay(x, ~at.cut, a), torch.where(at.cut, 0, c))
     return Scan(a, b, lambda y: _corrected(x, at, y, x.values, v_next, rho_pg))
 
@@ -143,8 +153,11 @@ def retrace(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Sca
     pi_next = x.next_action_probs_target
     if pi_next is None:
         pi_next = torch.where(cut, pi, _next(pi))
-    q_next = torch.where(terminated, 0, x.next_q_values_all)
-    expected = scale(torch.where(terminated, 0, pi_next), q_next).sum(-1)
+    g = discount(x, at)
+    g = g.unsqueeze(-1) if isinstance(g, Tensor) and g.dim() > 0 else g
+    pi_next = readable(torch.where(terminated, 0, pi_next), g)
+    q_next = readable(torch.where(terminated, 0, x.next_q_values_all), g)
+    expected = scale(pi_next, q_next).sum(-1)
     pi_taken = pi.gather(-1, actions).squeeze(-1)
     mu = x.action_probs_behavior
     return _retrace(
@@ -190,7 +203,14 @@ def _corrected(
     """Targets, and advantages that look one step ahead to the next row's target."""
     target = y + baseline
     ahead = torch.where(at.cut, v_next, _next(target))
-    return target, scale(rho, x.rewards + scale(discount(x, at), ahead) - baseline)
+    return target, _weighted_error(x, at, rho, ahead, baseline)
+
+
+def _weighted_error(x: Any, at: Rows, rho: Tensor, v_next: Tensor, baseline: Tensor) -> Tensor:
+    """`rho * (r + gamma v' - v)`."""
+    g = readable(discount(x, at), rho)
+    error = readable(x.rewards, rho) + g * readable(v_next, rho, g) - readable(baseline, rho)
+    return rho * error
 
 
 def _clipped_exp(log_ratio: Tensor, bound: float) -> Tensor:
