@@ -152,8 +152,20 @@ class Actors:
             total_frames=frames * 10**9,
             **(settings if inline else selection),
         )
+        if config.engine == "process":
+            self._watch(len(multiprocessing.active_children()))
         self.version = 0
         self.stream: Iterator[TensorDictBase] | None = None
+
+    def _watch(self, processes: int) -> None:
+        """End the run when a process ends: the collector would wait for its receipt of the next weights."""
+
+        def on_exit(*_: object) -> None:
+            if len(multiprocessing.active_children()) < processes:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                fail("an actor died (process engine)")
+
+        signal.signal(signal.SIGCHLD, on_exit)
 
     def publish(self, actor: nn.Module) -> None:
         """Send the learner's weights to the actors, which take them up between two steps."""
@@ -172,6 +184,7 @@ class Actors:
         return rollout, self.version - rollout["next", "policy_version"].float().mean().item()
 
     def close(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.collector.shutdown()
 
 
