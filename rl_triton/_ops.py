@@ -16,7 +16,7 @@ from torch import Tensor
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
 from ._layout import COEFFICIENTS, Layout, resolve, time_first
-from .scan import blocked_scan
+from .scan import doubling_scan
 
 Outputs = tuple[Tensor, ...]
 
@@ -96,7 +96,10 @@ class Formulas:
         inputs = algorithm.inputs
         steps = inputs._make(time_first(name, value, layout) for name, value in zip(inputs._fields, x))
         scan = algorithm.stage(steps, scalars, self.options)
-        y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
+        if torch.compiler.is_compiling() or _needs_grad((scan.a, scan.b, scan.init)):
+            y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
+        else:
+            y = _scan(scan.a, scan.b, scan.init, scan.reverse)
         return tuple(
             output.movedim(0, layout.time_dim).to(layout.dtype).contiguous() for output in scan.outputs(y)
         )
@@ -131,7 +134,7 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
         return torch.empty_like(a, memory_format=torch.contiguous_format)
     if kernel_serves(a.device):
         return run(AFFINE, (a, b, init), 0, (), (reverse,))[0]
-    return blocked_scan(a, b, init, reverse)
+    return doubling_scan(a, b, init, reverse)
 
 
 def _scan_fake(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:

@@ -8,61 +8,52 @@ Its adjoint is the same scan run the other way with `b` shifted by one row:
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
 
-def blocked_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    """The scan over axis 0 in plain PyTorch, in about 4 sqrt(T) operations.
+def doubling_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    """The scan over axis 0 in plain PyTorch, in two operations for each power of 2 in T.
 
-    Time is cut into blocks of sqrt(T) rows that are walked side by side, each from a zero state,
-    beside the product of their `b`; a short walk over the blocks gives the state that enters each.
+    Without `init` the first row's `b` must be 0.
     """
+    if a.device.type == "cpu":
+        y = _scan(a, b, init, reverse, select=False)
+        # Where all is finite no zero has met an infinity or a NaN, and there was nothing to select.
+        if torch.isfinite(y.sum()):
+            return y
+    return _scan(a, b, init, reverse, select=True)
+
+
+def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool, select: bool) -> Tensor:
+    """Hillis and Steele: each row composes its map with that of the row `distance` before it in scan order."""
     length = a.shape[0]
-    first = -1 if reverse else 0
-    if init is None:
-        # Without a state to enter, the first row reads no b.
-        b = b.clone()
-        b[first] = 0
-        init = torch.zeros_like(a[0])
-    size = max(1, 1 << round(math.log2(math.sqrt(length))))
-    if length <= 16:
-        size = length
-    blocks = -(-length // size)
-    padding = blocks * size - length
-    if padding:
-        # Rows that hand the state on unchanged.
-        a = torch.cat([a, a.new_zeros(padding, *a.shape[1:])])
-        b = torch.cat([b, b.new_ones(padding, *b.shape[1:])])
-    batch = a.shape[1:]
-    # states[0] is y from a zero state, states[1] the product of b.
-    rows_a = torch.stack([a, torch.zeros_like(a)]).view(2, blocks, size, *batch)
-    rows_b = b.reshape(1, blocks, size, *batch)
-    stops = rows_b == 0
-    states = torch.empty_like(rows_a)
-    out, a_at, b_at, stop_at = states.unbind(2), rows_a.unbind(2), rows_b.unbind(2), stops.unbind(2)
-    order = range(size - 1, -1, -1) if reverse else range(size)
-    state = None
-    for s in order:
-        if state is None:
-            torch.cat([a_at[s][:1], b_at[s]], out=out[s])
-        else:
-            torch.where(stop_at[s], a_at[s], torch.addcmul(a_at[s], b_at[s], state), out=out[s])
-        state = out[s]
-    y, product = states
-    totals, factors = state
-    entering = torch.empty_like(totals)
-    carry = init
-    for block in range(blocks - 1, -1, -1) if reverse else range(blocks):
-        entering[block] = carry
-        if blocks > 1:
-            carry = _apply(totals[block], factors[block], carry)
-    y = _apply(y, product, entering.unsqueeze(1))
-    return y.view(blocks * size, *batch)[:length]
+    # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
+    margin = 1 << max(0, length - 1).bit_length() >> 1
+    first, begin, sign = (-1, 0, 1) if reverse else (0, margin, -1)
+    end = begin + length
+    buffers = a.new_zeros(4, length + margin, *a.shape[1:]).unbind(0)
+    (a_all, b_all), others = buffers[:2], buffers[2:]
+    a_all[begin:end].copy_(a)
+    b_all[begin:end].copy_(b)
+    if init is not None:
+        a_all[begin:end][first] = _step(a[first], b[first], init, select)
+        b_all[begin:end][first] = 0
+    distance = 1
+    while distance < length:
+        before = slice(begin + sign * distance, end + sign * distance)
+        a_rows, b_rows = a_all[begin:end], b_all[begin:end]
+        _step(a_rows, b_rows, a_all[before], select, out=others[0][begin:end])
+        if 2 * distance < length:
+            _step(None, b_rows, b_all[before], select, out=others[1][begin:end])
+        (a_all, b_all), others = others, (a_all, b_all)
+        distance *= 2
+    return a_all[begin:end]
 
 
-def _apply(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    return torch.where(b == 0, a, torch.addcmul(a, b, y))
+def _step(a: Tensor | None, b: Tensor, y: Tensor, select: bool, out: Tensor | None = None) -> Tensor:
+    """`a + b * y`, with a zero `b` selecting `a` if asked for."""
+    if not select:
+        return torch.mul(b, y, out=out) if a is None else torch.addcmul(a, b, y, out=out)
+    stepped = b * y if a is None else torch.addcmul(a, b, y)
+    return torch.where(b == 0, torch.zeros_like(b) if a is None else a, stepped, out=out)

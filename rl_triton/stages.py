@@ -65,7 +65,7 @@ def readable(x: Any, *coefficients: Tensor | float) -> Any:
     for c in coefficients:
         if isinstance(x, Tensor) and (isinstance(c, Tensor) or c == 0):
             hidden = torch.as_tensor(c == 0, device=x.device)
-            if torch.is_grad_enabled():
+            if isinstance(c, Tensor) and c.requires_grad:
                 # What is finite stays, for the sake of the coefficient's own gradient.
                 hidden = hidden & ~torch.isfinite(x)
             x = torch.where(hidden, 0, x)
@@ -179,7 +179,9 @@ def traces(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan
     (starts_at,) = options
     x = keep_valid(x)
     step = x[0]
-    cut = x.dones if starts_at else _previous(x.dones, False)
+    cut = x.dones if starts_at else _previous(x.dones, x.seed_values is None)
+    if starts_at and x.seed_values is None:
+        cut = torch.cat([torch.ones_like(cut[:1]), cut[1:]])
     if x.valid is not None:
         cut = cut | ~x.valid | ~_previous(x.valid, True)
     x = x._replace(gamma=_previous_coefficient(x.gamma), lambda_=_previous_coefficient(x.lambda_))
@@ -188,7 +190,11 @@ def traces(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan
 
 def affine(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan:
     (reverse,) = options
-    return Scan(x.a, x.b, lambda y: (y,), init=x.init, reverse=reverse)
+    b = x.b
+    if x.init is None:
+        # Nothing enters the first row.
+        b = torch.cat([b[:-1], torch.zeros_like(b[:1])] if reverse else [torch.zeros_like(b[:1]), b[1:]])
+    return Scan(x.a, b, lambda y: (y,), init=x.init, reverse=reverse)
 
 
 def _retrace(x: Any, at: Rows, expected: Tensor, c: Tensor, rho: Tensor) -> Scan:
