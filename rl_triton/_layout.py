@@ -38,6 +38,18 @@ class Layout(NamedTuple):
     compute: torch.dtype
 
     @property
+    def front(self) -> tuple[int, ...]:
+        """The permutation that brings time to axis 0."""
+        at = self.time_dim
+        return (at, *range(at), *range(at + 1, len(self.shape)))
+
+    @property
+    def back(self) -> tuple[int, ...]:
+        """The permutation that brings axis 0 to time."""
+        at = self.time_dim
+        return (*range(1, at + 1), 0, *range(at + 1, len(self.shape)))
+
+    @property
     def batch_shape(self) -> tuple[int, ...]:
         return self.shape[: self.time_dim] + self.shape[self.time_dim + 1 :]
 
@@ -108,7 +120,7 @@ def resolve(x: NamedTuple, time_dim: int) -> Layout:
     return Layout(tuple(shape), time_dim, dtype, compute)
 
 
-def time_first(name: str, value: Any, layout: Layout, cast: bool = True) -> Any:
+def time_first(name: str, value: Any, layout: Layout) -> Any:
     """An input as the formulas read it: time on axis 0, expanded to the common shape, in the compute dtype."""
     if not isinstance(value, Tensor):
         return value
@@ -116,7 +128,7 @@ def time_first(name: str, value: Any, layout: Layout, cast: bool = True) -> Any:
         value = value if value.dtype == torch.bool else value != 0
     elif name in ACTIONS:
         value = value.long()
-    elif cast:
+    elif value.dtype != layout.compute:
         value = value.to(layout.compute)
     if name in EDGES:
         if value.dim() == len(layout.shape):
@@ -125,7 +137,11 @@ def time_first(name: str, value: Any, layout: Layout, cast: bool = True) -> Any:
     if name in COEFFICIENTS and value.dim() == 0:
         return value
     shape = layout.shape + value.shape[-1:] if name in PER_ACTION else layout.shape
-    return value.expand(shape).movedim(layout.time_dim, 0)
+    if value.shape != shape:
+        value = value.expand(shape)
+    if layout.time_dim == 0:
+        return value
+    return value.permute(*layout.front, -1) if name in PER_ACTION else value.permute(layout.front)
 
 
 def _size(value: Tensor) -> str:

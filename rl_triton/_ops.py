@@ -100,9 +100,8 @@ class Formulas:
             y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
         else:
             y = _scan(scan.a, scan.b, scan.init, scan.reverse)
-        return tuple(
-            output.movedim(0, layout.time_dim).to(layout.dtype).contiguous() for output in scan.outputs(y)
-        )
+        outputs = (output.permute(layout.back).contiguous() for output in scan.outputs(y))
+        return tuple(y if y.dtype == layout.dtype else y.to(layout.dtype) for y in outputs)
 
 
 def _traced(

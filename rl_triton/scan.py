@@ -8,6 +8,8 @@ Its adjoint is the same scan run the other way with `b` shifted by one row:
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def doubling_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> T
     if a.device.type == "cpu":
         y = _scan(a, b, init, reverse, select=False)
         # Where all is finite no zero has met an infinity or a NaN, and there was nothing to select.
-        if torch.isfinite(y.sum()):
+        if math.isfinite(y.sum().item()):
             return y
     return _scan(a, b, init, reverse, select=True)
 
@@ -32,23 +34,23 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool, select: bool
     margin = 1 << max(0, length - 1).bit_length() >> 1
     first, begin, sign = (-1, 0, 1) if reverse else (0, margin, -1)
     end = begin + length
-    buffers = a.new_zeros(4, length + margin, *a.shape[1:]).unbind(0)
-    (a_all, b_all), others = buffers[:2], buffers[2:]
-    a_all[begin:end].copy_(a)
-    b_all[begin:end].copy_(b)
+    # Two pairs of buffers in turn: the maps of all rows, and of the window's alone.
+    maps = [(buffer, buffer[begin:end]) for buffer in a.new_zeros(4, length + margin, *a.shape[1:]).unbind(0)]
+    (a_all, a_rows), (b_all, b_rows), *spare = maps
+    a_rows.copy_(a)
+    b_rows.copy_(b)
     if init is not None:
-        a_all[begin:end][first] = _step(a[first], b[first], init, select)
-        b_all[begin:end][first] = 0
+        a_rows[first] = _step(a[first], b[first], init, select)
+        b_rows[first] = 0
     distance = 1
     while distance < length:
         before = slice(begin + sign * distance, end + sign * distance)
-        a_rows, b_rows = a_all[begin:end], b_all[begin:end]
-        _step(a_rows, b_rows, a_all[before], select, out=others[0][begin:end])
+        _step(a_rows, b_rows, a_all[before], select, out=spare[0][1])
         if 2 * distance < length:
-            _step(None, b_rows, b_all[before], select, out=others[1][begin:end])
-        (a_all, b_all), others = others, (a_all, b_all)
+            _step(None, b_rows, b_all[before], select, out=spare[1][1])
+        (a_all, a_rows), (b_all, b_rows), *spare = *spare, (a_all, a_rows), (b_all, b_rows)
         distance *= 2
-    return a_all[begin:end]
+    return a_rows
 
 
 def _step(a: Tensor | None, b: Tensor, y: Tensor, select: bool, out: Tensor | None = None) -> Tensor:

@@ -114,7 +114,9 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     if T > _ONE_LAUNCH and groups < 264:
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 512)) // block) * block
-    return Geometry(axes, block_n, block_t, steps, max(1, min(8, threads // 32)), groups, -(-T // length), length)
+    return Geometry(
+        axes, block_n, block_t, steps, max(1, min(8, threads // 32)), groups, -(-T // length), length
+    )
 
 
 # Up to here a call is one launch, however few its rows.
