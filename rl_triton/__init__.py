@@ -11,6 +11,7 @@ from .functional import (
     compute_retrace_from_log_probs,
     compute_vtrace,
 )
+from .warmup import warmup
 
 __version__ = "0.1.0.dev0"
 
@@ -24,4 +25,5 @@ __all__ = [
     "compute_retrace",
     "compute_retrace_from_log_probs",
     "compute_vtrace",
+    "warmup",
 ]

@@ -107,7 +107,8 @@ def resolve(x: NamedTuple, time_dim: int) -> Layout:
         elif name in PER_ACTION:
             if actions is not None and value.shape[-1] != actions[1]:
                 raise ValueError(
-                    f"{name} must have {actions[1]} actions on its last axis like {actions[0]}, got {value.shape[-1]}"
+                    f"{name} must have {actions[1]} actions on its last axis like {actions[0]}, "
+                    f"got {value.shape[-1]}"
                 )
             actions = (name, value.shape[-1])
 
@@ -121,7 +122,7 @@ def resolve(x: NamedTuple, time_dim: int) -> Layout:
 
 
 def time_first(name: str, value: Any, layout: Layout) -> Any:
-    """An input as the formulas read it: time on axis 0, expanded to the common shape, in the compute dtype."""
+    """An input as the formulas read it: time on axis 0, expanded, in the compute dtype."""
     if not isinstance(value, Tensor):
         return value
     if name in FLAGS:
@@ -186,7 +187,8 @@ def _check_edge(name: str, value: Tensor, shape: list[int], time_dim: int) -> No
     if len(size) == len(shape):
         if size[time_dim] != 1:
             raise ValueError(
-                f"{name} must have shape {batch}, or a time axis of size 1 at axis {time_dim}, got shape {size}"
+                f"{name} must have shape {batch}, or a time axis of size 1 at axis {time_dim}, "
+                f"got shape {size}"
             )
         size = size[:time_dim] + size[time_dim + 1 :]
     if len(size) != len(batch) or any(s not in (1, b) for s, b in zip(size, batch)):

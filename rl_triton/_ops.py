@@ -1,8 +1,8 @@
 """Which path a call takes, and the two operators that torch.compile and autograd see.
 
-`rl_triton::fused` is a whole algorithm in one kernel launch, without gradients. `rl_triton::affine_scan` is the
-bare scan with its adjoint: with gradients a call runs formulas -> scan -> formulas, and only the
-scan needs a rule of its own.
+`rl_triton::fused` is a whole algorithm in one kernel launch, without gradients.
+`rl_triton::affine_scan` is the bare scan with its adjoint: with gradients a call runs formulas -> scan ->
+formulas, and only the scan needs a rule of its own.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def run(
 ) -> Outputs:
     """Run an algorithm by the plan that its inputs' metadata asks for.
 
-    `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call, `options` what is
-    part of the plan.
+    `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call,
+    `options` what is part of the plan.
     """
     if torch.compiler.is_compiling():
         return _traced(algorithm, x, time_dim, scalars, options)

@@ -566,8 +566,8 @@ def _warn_next_policy() -> None:
         return
     _warned_next_policy = True
     warnings.warn(
-        "compute_retrace without next_action_probs_target takes the policy of the next row, and on cut rows the "
-        "row's own policy in place of the policy at the final observation",
+        "compute_retrace without next_action_probs_target takes the policy of the next row, and on cut rows "
+        "the row's own policy in place of the policy at the final observation",
         stacklevel=3,
     )
 

@@ -28,7 +28,7 @@ def doubling_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> T
 
 
 def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool, select: bool) -> Tensor:
-    """Hillis and Steele: each row composes its map with that of the row `distance` before it in scan order."""
+    """Hillis and Steele: a row composes its map with that of the row `distance` before it in scan order."""
     length = a.shape[0]
     # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
     margin = 1 << max(0, length - 1).bit_length() >> 1

@@ -190,7 +190,7 @@ class Plan:
         """Whether the action axis is dense and made of whole blocks, at offsets that are multiples of one."""
         block = _action_block(actions)
         return actions > 0 and all(
-            stride is None or stride[3] == 1 and not any((s or 0) % block for s in (*stride[:3], actions))
+            stride is None or (stride[3] == 1 and not any((s or 0) % block for s in (*stride[:3], actions)))
             for name, stride in zip(fields, strides)
             if name in PER_ACTION
         )
@@ -335,7 +335,7 @@ def _expanded(name: str, value: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def _strides(name: str, value: Tensor, layout: Layout) -> tuple[int | None, ...] | None:
-    """Strides of an input over (B, T, F), None on axes it lacks or repeats; None if an axis has no one stride."""
+    """Strides over (B, T, F), None on axes that are absent or repeated; None if an axis has no one stride."""
     if name in COEFFICIENTS and value.dim() == 0:
         return None, None, None
     value = value.expand(_expanded(name, value, layout))

@@ -1,19 +1,19 @@
 """The scan core: one kernel, and the device functions that algorithms build their terms from.
 
-The kernel walks `y[t] = a[t] + b[t] * y[t -+ 1]` over tensors seen as `[B, T, F]`. A program owns BLOCK_N rows (pairs of
-b and f) and goes through time in blocks of BLOCK_T segments of STEPS rows each:
+The kernel walks `y[t] = a[t] + b[t] * y[t -+ 1]` over tensors seen as `[B, T, F]`. A program owns BLOCK_N rows
+(pairs of b and f) and goes through time in blocks of BLOCK_T segments of STEPS rows each:
 
 1. every segment is walked from a zero state, row by row, with the product of its `b` beside it;
 2. an associative scan over the segments, the columns of the tile, gives the state that enters each;
 3. the rows take that state and are written.
 
-With time innermost a block is loaded whole, vectors along time, and a segment is what one thread holds. With features
-innermost the rows of a segment are loaded one by one, vectors along features. PHASE splits long time axes over
-programs: REDUCE stores each chunk's map from entering to leaving state, APPLY composes the maps of the
-chunks before its own.
+With time innermost a block is loaded whole, vectors along time, and a segment is what one thread holds. With
+features innermost the rows of a segment are loaded one by one, vectors along features. PHASE splits long time
+axes over programs: REDUCE stores each chunk's map from entering to leaving state, APPLY composes the maps of
+the chunks before its own.
 
-An algorithm gives TERMS, which loads a row and returns `a`, `b` and whatever its outputs need later, and EMIT,
-which writes the outputs. All of them see a position as `at = (b, f, t, in_rows, in_time, start)`.
+An algorithm gives TERMS, which loads rows and returns `a`, `b` and whatever its outputs need later, and EMIT,
+which writes the outputs. Both see a position as `at = (b, f, t, in_rows, in_time)`.
 """
 
 import triton
@@ -137,7 +137,7 @@ def move_up(rows, last, STEPS: tl.constexpr):
 
 @triton.jit
 def beyond(at, T, DENSE: tl.constexpr):
-    """The position one segment on, from which `next_rows` completes a dense tile; elsewhere simply row t+1."""
+    """One segment on, from where `next_rows` completes a dense tile; elsewhere simply row t+1."""
     return shifted(at, T, DENSE if DENSE > 1 else 1)
 
 
@@ -206,7 +206,7 @@ def turned(rows, REVERSE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def scan_columns(a, b, carry, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Scan the maps of all columns: the state after each one, the state before it if asked for, and the map's b."""
+    """Scan the maps of the columns: the state after each, the state before it if asked for, the map's b."""
     if BLOCK_T == 1:
         return a + scale(b, carry), carry + tl.zeros_like(a), b
     elif EXCLUSIVE:

@@ -1,6 +1,6 @@
-"""Eligibility traces and prefix sums, forward: `y[t] = x[t] + gamma[t-1] lambda[t-1] y[t-1]`, anew after a boundary.
+"""Eligibility traces and prefix sums, forward: `y[t] = x[t] + gamma[t-1] lambda[t-1] y[t-1]`.
 
-The prefix sum is a trace without decay.
+A boundary starts anew. The prefix sum is a trace without decay.
 """
 
 import triton

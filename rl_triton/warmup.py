@@ -1,0 +1,103 @@
+"""Compile ahead of time what a rollout will call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from . import functional
+
+
+def warmup(
+    shape: Sequence[int],
+    functions: Iterable[str] | None = None,
+    *,
+    time_dim: int = -1,
+    num_actions: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    flag_dtype: torch.dtype = torch.bool,
+    device: torch.device | str = "cuda",
+) -> None:
+    """Compile the kernels of a rollout shape, so that a CUDA graph can be captured at once.
+
+    Runs each function on dummy data with the usual sets of inputs: with truncations; next values from
+    `next_values`, from `last_value`, and from `bootstrap_values` with `last_value`; `gamma` and `lambda_` as
+    numbers. Calls with other sets of inputs (masks, tensor coefficients, slices) are warmed up by making
+    them once.
+
+    Args:
+        shape: Shape of the per-step inputs.
+        functions: Names of public functions; all by default.
+        time_dim: The time axis of `shape`.
+        num_actions: Size of the action axis of `compute_retrace`, which is left out without it.
+        dtype: Dtype of the floating inputs.
+        flag_dtype: Dtype of the flags.
+        device: The device of the rollout.
+
+    Raises:
+        ValueError: A name is no public function, or `compute_retrace` is asked for without `num_actions`.
+    """
+    shape = tuple(shape)
+    batch = list(shape)
+    del batch[time_dim]
+    step = torch.zeros(shape, dtype=dtype, device=device)
+    edge = torch.zeros(batch, dtype=dtype, device=device)
+    flag = torch.zeros(shape, dtype=flag_dtype, device=device)
+    sources: list[dict[str, Any]] = [{"last_value": edge}, {"last_value": edge, "bootstrap_values": step}]
+    calls: dict[str, list[dict[str, Any]]] = {
+        "compute_gae": [
+            {"rewards": step, "values": step, "return_targets": targets} | source
+            for targets in (False, True)
+            for source in [{"next_values": step}, *sources]
+        ],
+        "compute_vtrace": [
+            {"log_pi_target": step, "log_pi_behavior": step, "values": step, "rewards": step} | source
+            for source in [{"next_values": step}, *sources]
+        ],
+        "compute_retrace_from_log_probs": [
+            {
+                "log_pi_target": step,
+                "log_pi_behavior": step,
+                "q_values": step,
+                "expected_next_q_values": step,
+                "rewards": step,
+            }
+        ],
+        "compute_lambda_returns": [
+            {"rewards": step, "next_values": step} | source for source in [{}, *sources]
+        ],
+        "compute_discounted_returns": [{"rewards": step} | source for source in [{}, *sources]],
+        "compute_eligibility_traces": [
+            {"gradients": step, "gamma": 0.99, "lambda_": 0.95} | seed for seed in ({}, {"seed_values": edge})
+        ],
+        "compute_episodic_prefix_sum": [{"inputs": step} | seed for seed in ({}, {"seed_values": edge})],
+        "affine_scan": [{"a": step, "b": step, "reverse": reverse} for reverse in (False, True)],
+    }
+    if num_actions is not None:
+        per_action = torch.zeros((*shape, num_actions), dtype=dtype, device=device)
+        retrace = {
+            "action_probs_target": per_action,
+            "action_probs_behavior": step,
+            "q_values": step,
+            "next_q_values_all": per_action,
+            "actions": torch.zeros(shape, dtype=torch.int64, device=device),
+            "rewards": step,
+        }
+        calls["compute_retrace"] = [retrace, retrace | {"next_action_probs_target": per_action}]
+    for name in calls if functions is None else functions:
+        if name == "compute_retrace" and num_actions is None:
+            raise ValueError("num_actions must be given to warm up compute_retrace, got None")
+        if name not in calls:
+            raise ValueError(f"functions must be among {sorted([*calls, 'compute_retrace'])}, got {name!r}")
+        for inputs in calls[name]:
+            flags: dict[str, Any] = {"terminateds": flag, "truncateds": flag}
+            if name in ("compute_eligibility_traces", "compute_episodic_prefix_sum"):
+                flags = {"dones": flag}
+            elif name == "affine_scan":
+                flags = {}
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                getattr(functional, name)(**inputs, **flags, time_dim=time_dim)
