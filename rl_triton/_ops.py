@@ -21,6 +21,8 @@ from .scan import doubling_scan
 Outputs = tuple[Tensor, ...]
 
 kernel_serves = kernels.serves
+# vmap and its kin wrap tensors: their metadata is no plan's key.
+_innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
 _plans: dict[Any, Callable[[tuple[Any, ...], tuple[float, ...]], Outputs]] = {}
 # Plans are small, but a caller whose shapes never repeat should not collect them for ever.
@@ -33,7 +35,7 @@ def run(
     time_dim: int,
     scalars: tuple[float, ...] = (),
     options: tuple[Any, ...] = (),
-) -> Outputs:
+) -> Any:
     """Run an algorithm by the plan that its inputs' metadata asks for.
 
     `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call,
@@ -41,7 +43,7 @@ def run(
     """
     if torch.compiler.is_compiling():
         return _traced(algorithm, x, time_dim, scalars, options)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _innermost_transform() is not None:
         return Formulas(algorithm, x, time_dim, options)(x, scalars)
     key = (
         algorithm.name,

@@ -1,7 +1,7 @@
 """The scan core: one kernel, and the device functions that algorithms build their terms from.
 
-The kernel walks `y[t] = a[t] + b[t] * y[t -+ 1]` over tensors seen as `[B, T, F]`. A program owns BLOCK_N rows
-(pairs of b and f) and goes through time in blocks of BLOCK_T segments of STEPS rows each:
+The kernel walks `y[t] = a[t] + b[t] * y[t -+ 1]` over tensors seen as `[B, T, F]`. A program owns BLOCK_N
+rows (pairs of b and f) and goes through time in blocks of BLOCK_T segments of STEPS rows each:
 
 1. every segment is walked from a zero state, row by row, with the product of its `b` beside it;
 2. an associative scan over the segments, the columns of the tile, gives the state that enters each;
