@@ -1,29 +1,29 @@
 """The public functions. What is said here holds for all of them.
 
 **Rows.** Row t is the transition from `s_t` to `s'_t`, the observation really reached, before any reset, with
-reward `r_t`. `terminateds[t]`: the MDP ended there, and nothing is bootstrapped from `s'_t`.
-`truncateds[t]`: the episode was cut there, and `V(s'_t)` stands for what was not seen; where both are set
-termination wins. `dones[t]` is either of them: the episode ends at row t, which still belongs to it. Rows
-with `valid[t]` false are no transitions: they output 0, and nothing of them is read into others. A row is
-*cut* if it is done, the last one, or followed by an invalid one. Flags may have any dtype; nonzero is true.
+reward `r_t`. `terminateds[t]`: the MDP ended there, and nothing is bootstrapped from `s'_t`. `truncateds[t]`:
+the episode was cut there, and `V(s'_t)` stands for what was not seen; where both are set termination wins.
+`dones[t]` is either of them: the episode ends at row t, which still belongs to it. Rows with `valid[t]` false
+are no transitions: they output 0, and nothing of them is read into others. A row is *cut* if it is done, the
+last one, or followed by an invalid one. Flags may have any dtype; nonzero is true.
 
-**Shapes.** Inputs are `[num_envs, seq_len]`, or have any rank with time at `time_dim` (`[T, N]`: `time_dim=0`).
-Per-step inputs share a rank and broadcast against each other; outputs have the common shape and are
-contiguous. `last_value`, `seed_values` and `init` lack the time axis or have it with size 1. `gamma` and
-`lambda_` are numbers, 0-d tensors, or tensors of the inputs' rank that broadcast (`[N, 1]`, `[1, T]`).
+**Shapes.** Inputs are `[num_envs, seq_len]`, or have any rank with time at `time_dim` (`[T, N]`:
+`time_dim=0`). Per-step inputs share a rank and broadcast against each other; outputs have the common shape
+and are contiguous. `last_value`, `seed_values` and `init` lack the time axis or have it with size 1. `gamma`
+and `lambda_` are numbers, 0-d tensors, or tensors of the inputs' rank that broadcast (`[N, 1]`, `[1, T]`).
 
-**Next values.** `v'[t]`, the value of `s'_t`, is `next_values[t]` where `next_values` is given, exactly as given.
-Otherwise it is `values[t+1]`, except on truncated rows and rows before an invalid one:
+**Next values.** `v'[t]`, the value of `s'_t`, is `next_values[t]` where `next_values` is given, exactly as
+given. Otherwise it is `values[t+1]`, except on truncated rows and rows before an invalid one:
 `bootstrap_values[t]`; and on the last row: `last_value` if it is open, `bootstrap_values[T-1]` if it is
 truncated, or the one of the two that is given. Where neither is, `v'` counts as 0. What is not needed is not
 read: such slots may hold anything, NaN too. `next_values` excludes the other two.
 
-**Numbers.** The output dtype is the promoted dtype of the floating inputs; flags, `gamma` and `lambda_` do not
-count. bf16, fp16 and fp32 are computed in fp32, fp64 in fp64. Integer rewards, gradients and inputs are
+**Numbers.** The output dtype is the promoted dtype of the floating inputs; flags, `gamma` and `lambda_` do
+not count. bf16, fp16 and fp32 are computed in fp32, fp64 in fp64. Integer rewards, gradients and inputs are
 promoted. A NaN that is used shows in its own episode and in no other. Gradients reach every floating input.
 
-**Errors.** A `ValueError` or `TypeError` names the argument, what was expected and what came. Only metadata is
-checked, so that no call waits for the device.
+**Errors.** A `ValueError` or `TypeError` names the argument, what was expected and what came. Only metadata
+is checked, so that no call waits for the device.
 """
 
 from __future__ import annotations
@@ -245,7 +245,9 @@ def compute_retrace(
         Ratios 2, which is clipped, 0.5 and 1; expected next Q-values 1, 4 and 2.
 
         >>> targets, advantages = compute_retrace(
-        ...     action_probs_target=torch.tensor([[[0.5, 0.5], [0.25, 0.75], [0.5, 0.5]]]),
+        ...     action_probs_target=torch.tensor(
+        ...         [[[0.5, 0.5], [0.25, 0.75], [0.5, 0.5]]]
+        ...     ),
         ...     action_probs_behavior=torch.tensor([[0.25, 0.5, 0.5]]),
         ...     q_values=torch.tensor([[0.5, 1.0, 3.0]]),
         ...     next_q_values_all=torch.tensor([[[4.0, 0.0], [2.0, 6.0], [1.0, 3.0]]]),
@@ -254,7 +256,9 @@ def compute_retrace(
         ...     terminateds=torch.tensor([[0, 0, 0]]),
         ...     truncateds=torch.tensor([[0, 1, 0]]),
         ...     gamma=0.9,
-        ...     next_action_probs_target=torch.tensor([[[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]]]),
+        ...     next_action_probs_target=torch.tensor(
+        ...         [[[0.25, 0.75], [0.5, 0.5], [0.5, 0.5]]]
+        ...     ),
         ... )
         >>> targets
         tensor([[3.9700, 5.6000, 4.8000]])
@@ -512,7 +516,8 @@ def compute_episodic_prefix_sum(
     Blelloch, Prefix Sums and Their Applications, 1990: this is a segmented scan.
 
     Examples:
-        >>> inputs, dones = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[0, 1, 0, 0]])
+        >>> inputs = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+        >>> dones = torch.tensor([[0, 1, 0, 0]])
         >>> compute_episodic_prefix_sum(inputs, dones)
         tensor([[1., 3., 3., 7.]])
         >>> compute_episodic_prefix_sum(inputs, dones, boundary="starts_at")

@@ -39,6 +39,11 @@ def warmup(
 
     Raises:
         ValueError: A name is no public function, or `compute_retrace` is asked for without `num_actions`.
+
+    Examples:
+        Without `device` for the GPU; on the CPU there is nothing to compile.
+
+        >>> warmup((4096, 128), ["compute_gae"], device="cpu")
     """
     shape = tuple(shape)
     batch = list(shape)

@@ -95,12 +95,12 @@ def test_commands_exist(page):
 
 
 @pytest.mark.parametrize("name", rl_triton.__all__)
-def test_public_functions_are_documented(name):
+def test_public_names_are_documented(name):
     function = getattr(rl_triton, name)
     tests = doctest.DocTestFinder(recurse=False).find(function, name)
     assert any(test.examples for test in tests)
     for test in tests:
-        test.globs |= {"torch": torch}
+        test.globs |= {"torch": torch, name: function}
         assert doctest.DocTestRunner().run(test).failed == 0
     assert f"`{name}`" in (ROOT / "README.md").read_text()
     assert f"::: rl_triton.{name}\n" in (ROOT / "docs" / "api.md").read_text()
@@ -109,7 +109,7 @@ def test_public_functions_are_documented(name):
 def test_site(tmp_path):
     """A strict build without warnings, whose pages fetch nothing from other hosts."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     for page in tmp_path.rglob("*.html"):
