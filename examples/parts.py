@@ -167,6 +167,14 @@ class Categorical(torch.distributions.Categorical):
         return self.mode
 
 
+class Normal(IndependentNormal):
+    """Draws without `torch.normal`, which reads the deviations on the host."""
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        return self.rsample(torch.Size(sample_shape))
+
+
 class RunningNorm(nn.Module):
     """Observations less their running mean, over their running deviation, within ±10.
 
@@ -268,7 +276,7 @@ def actor_critic(
         head, keys, distribution = _orthogonal(features, int(action_space.n), 0.01), ["logits"], Categorical
     else:
         head = GaussianHead(features, math.prod(action_space.shape or ()))
-        keys, distribution = ["loc", "scale"], IndependentNormal
+        keys, distribution = ["loc", "scale"], Normal
     actor = ProbabilisticActor(
         TensorDictModule(nn.Sequential(body(), head), ["observation"], keys),
         in_keys=keys,

@@ -113,6 +113,13 @@ def loop_gae(batch: TensorDict, gamma: float, lmbda: float) -> None:
     batch["advantage"], batch["value_target"] = advantage, advantage + value
 
 
+class PPOLoss(ClipPPOLoss):
+    """TorchRL's loss, without asking the host whether the entropy is finite: a CUDA graph forbids that."""
+
+    def _get_entropy(self, dist: torch.distributions.Distribution, adv_shape: torch.Size) -> Tensor:
+        return dist.entropy().unsqueeze(-1)
+
+
 class PPO:
     """The algorithm: `iterate` collects one rollout and learns from it."""
 
@@ -166,7 +173,7 @@ class PPO:
 
         features = (size, *config.hidden)[-1]
         self.actor, self.critic = parts.actor_critic(body, features, self.envs.action_space, self.device)
-        self.loss_module = ClipPPOLoss(
+        self.loss_module = PPOLoss(
             self.actor,
             self.critic,
             clip_epsilon=config.clip,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 for name in ("torchrl", "tyro", "gymnasium"):
     pytest.importorskip(name)
@@ -95,6 +96,37 @@ def test_rollout_keeps_the_observation_reached_apart_from_the_next_one(env_id):
     # CartPole ends where the pole or the cart is out of bounds.
     final = after["observation"][:, :-1][done]
     assert ((final[:, 0].abs() > 2.4) | (final[:, 2].abs() > 0.2094)).all()
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: data that the host waits for, shapes that depend on data."""
+
+    refused = (
+        "_local_scalar_dense",
+        "nonzero",
+        "equal",
+        "masked_select",
+        "is_nonzero",
+        "multinomial",
+        "normal",
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masked = name == "index" and any(index is not None and index.dtype == torch.bool for index in args[1])
+        assert name not in self.refused and not masked, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("env_id", ["rl_triton/CartPole-v1", "rl_triton/Pendulum-v1"])
+def test_what_graphs_hold_reads_nothing_on_the_host(env_id):
+    trainer = make(env_id=env_id)
+    trainer.iterate()
+    with NoReads():
+        trainer.rollout()
+        trainer.value_pass()
+        trainer.estimate()
+        trainer.update()
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("rollout", 1), ("epoch", 2), ("minibatch", 4)])
