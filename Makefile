@@ -20,8 +20,7 @@ bench: $(STAMP)
 	$(BIN)/python tests/bench_release.py --quick --no-update
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "rl_triton needs Python 3.10 or newer")'
