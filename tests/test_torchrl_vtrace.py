@@ -784,8 +784,8 @@ def test_compiles_without_a_graph_break():
 def test_cuda_graph_and_sync_mode(monkeypatch, options, scored):
     # A distribution that validates its arguments waits for the device.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
-    actor = categorical_actor() if scored else None
-    module = VTrace(gamma=GAMMA, actor_network=actor, value_network=critic(), **options).to("cuda")
+    actor = categorical_actor().to("cuda") if scored else None
+    module = VTrace(gamma=GAMMA, actor_network=actor, value_network=critic().to("cuda"), **options).to("cuda")
     td = rollout(action=torch.randint(3, (4, 7))).to("cuda")
     if not scored:
         td["log_pi"] = td["action_log_prob"] + 0.1
@@ -806,5 +806,6 @@ def test_numbers_on_the_gpu():
     actor, value = gaussian_actor(), critic()
     td = rollout((16, 40))
     want = expected(td, stored_log_prob(actor, td), value)
-    td = VTrace(gamma=GAMMA, actor_network=actor, value_network=value).to("cuda")(td.to("cuda"))
+    module = VTrace(gamma=GAMMA, actor_network=actor.to("cuda"), value_network=value.to("cuda"))
+    td = module.to("cuda")(td.to("cuda"))
     assert_written(td.to("cpu"), want)
