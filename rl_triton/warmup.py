@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,34 @@ import torch
 from . import functional
 
 
-def warmup(
+def warmup(what: Callable[..., Any] | Sequence[int], *args: Any, **kwargs: Any) -> None:
+    """Compile the kernels of calls to come, so that a CUDA graph can be captured at once.
+
+    `warmup(compute_gae, rewards, values, ...)` warms up one call, given as it will be made.
+    `warmup((4096, 128), ...)` warms up the usual calls on a rollout shape, by running them on dummy data: with
+    and without truncations; next values from `next_values`, from `last_value`, and from `bootstrap_values` with
+    `last_value`; `gamma` and `lambda_` as numbers.
+
+    Args:
+        what: A public function, followed by its arguments; or the shape of the per-step inputs, followed by
+            functions: Names of public functions; all by default.
+            time_dim: The time axis of the shape, -1 by default.
+            num_actions: Size of the action axis of `compute_retrace`, which is left out without it.
+            dtype: Dtype of the floating inputs, float32 by default.
+            flag_dtype: Dtype of the flags, bool by default.
+            device: The device of the rollout, `"cuda"` by default.
+
+    Raises:
+        ValueError: A name is no public function, or `compute_retrace` is asked for without `num_actions`.
+    """
+    if callable(what):
+        with torch.no_grad():
+            what(*args, **kwargs)
+    else:
+        _warmup_shape(what, *args, **kwargs)
+
+
+def _warmup_shape(
     shape: Sequence[int],
     functions: Iterable[str] | None = None,
     *,
@@ -21,30 +49,6 @@ def warmup(
     flag_dtype: torch.dtype = torch.bool,
     device: torch.device | str = "cuda",
 ) -> None:
-    """Compile the kernels of a rollout shape, so that a CUDA graph can be captured at once.
-
-    Runs each function on dummy data with the usual sets of inputs: with truncations; next values from
-    `next_values`, from `last_value`, and from `bootstrap_values` with `last_value`; `gamma` and `lambda_` as
-    numbers. Calls with other sets of inputs (masks, tensor coefficients, slices) are warmed up by making
-    them once.
-
-    Args:
-        shape: Shape of the per-step inputs.
-        functions: Names of public functions; all by default.
-        time_dim: The time axis of `shape`.
-        num_actions: Size of the action axis of `compute_retrace`, which is left out without it.
-        dtype: Dtype of the floating inputs.
-        flag_dtype: Dtype of the flags.
-        device: The device of the rollout.
-
-    Raises:
-        ValueError: A name is no public function, or `compute_retrace` is asked for without `num_actions`.
-
-    Examples:
-        Without `device` for the GPU; on the CPU there is nothing to compile.
-
-        >>> warmup((4096, 128), ["compute_gae"], device="cpu")
-    """
     shape = tuple(shape)
     batch = list(shape)
     del batch[time_dim]
@@ -97,12 +101,12 @@ def warmup(
             raise ValueError("num_actions must be given to warm up compute_retrace, got None")
         if name not in calls:
             raise ValueError(f"functions must be among {sorted([*calls, 'compute_retrace'])}, got {name!r}")
-        for inputs in calls[name]:
-            flags: dict[str, Any] = {"terminateds": flag, "truncateds": flag}
-            if name in ("compute_eligibility_traces", "compute_episodic_prefix_sum"):
-                flags = {"dones": flag}
-            elif name == "affine_scan":
-                flags = {}
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                getattr(functional, name)(**inputs, **flags, time_dim=time_dim)
+        flags: list[dict[str, Any]] = [{"terminateds": flag}, {"terminateds": flag, "truncateds": flag}]
+        if name in ("compute_eligibility_traces", "compute_episodic_prefix_sum"):
+            flags = [{"dones": flag}]
+        elif name == "affine_scan":
+            flags = [{}]
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for inputs, marks in itertools.product(calls[name], flags):
+                getattr(functional, name)(**inputs, **marks, time_dim=time_dim)
