@@ -86,9 +86,9 @@ class Config(common.RunConfig):
 PRESETS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "total_steps": 400_000,
-        "updates": 2,
-        "learning_rate": 2e-3,
-        "max_grad_norm": 5.0,
+        "num_envs": 32,
+        "updates": 4,
+        "max_grad_norm": 1.0,
         "reward_scale": 0.1,
     },
     "ALE/Pong-v5": {

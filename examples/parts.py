@@ -94,9 +94,8 @@ class Envs:
             observation, reward, terminated, truncated, infos = self.envs.step(action)
             return infos["final_obs"], reward, terminated, truncated, observation
         observation, reward, terminated, truncated, infos = self.envs.step(action.cpu().numpy())
-        reached = observation
-        if "final_obs" in infos:
-            ended = infos["_final_obs"]
+        reached, ended = observation, terminated | truncated
+        if ended.any():
             reached = observation.copy()
             reached[ended] = np.stack(infos["final_obs"][ended])
         reached, reward, observation = (self._tensor(x).float() for x in (reached, reward, observation))
@@ -148,7 +147,8 @@ def film(actor: nn.Module, config: RunConfig, device: torch.device, folder: Path
                 observation, _, terminated, truncated, _ = env.step(action)
                 ended = terminated or truncated
         env.close()
-    except gym.error.DependencyNotInstalled as error:
+    except Exception as error:
+        # Back ends of rendering raise what they like; the run itself is over and saved.
         fail(f"--video: {error}")
 
 
