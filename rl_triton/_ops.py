@@ -28,8 +28,8 @@ _innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  #
 _plans: dict[Any, Callable[[tuple[Any, ...], tuple[float, ...]], Outputs]] = {}
 # Plans are small, but a caller whose shapes never repeat should not collect them for ever.
 _PLANS_KEPT = 4096
-# The last kernel plan of each kind of call. PyTorch's own guards compare a call with it in a quarter of the time
-# that it takes to spell out the key.
+# The last kernel plan of each kind of call. PyTorch's own guards compare a call with it in a quarter of the
+# time that it takes to spell out the key.
 _latest: dict[Any, tuple[Any, ...]] = {}
 _Guards = getattr(getattr(torch._C, "_dynamo").guards, "TensorGuards", None)  # noqa: B009
 
@@ -124,7 +124,8 @@ class Formulas:
         inputs = algorithm.inputs
         steps = inputs._make(time_first(name, value, layout) for name, value in zip(inputs._fields, x))
         scan = algorithm.stage(steps, scalars, self.options)
-        if torch.compiler.is_compiling() or _needs_grad((scan.a, scan.b, scan.init)):
+        seen = torch.compiler.is_compiling() or _innermost_transform() is not None
+        if seen or _needs_grad((scan.a, scan.b, scan.init)):
             y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
         else:
             y = _scan(scan.a, scan.b, scan.init, scan.reverse)
