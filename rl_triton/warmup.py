@@ -16,9 +16,9 @@ def warmup(what: Callable[..., Any] | Sequence[int], *args: Any, **kwargs: Any) 
     """Compile the kernels of calls to come, so that a CUDA graph can be captured at once.
 
     `warmup(compute_gae, rewards, values, ...)` warms up one call, given as it will be made.
-    `warmup((4096, 128), ...)` warms up the usual calls on a rollout shape, by running them on dummy data: with
-    and without truncations; next values from `next_values`, from `last_value`, and from `bootstrap_values` with
-    `last_value`; `gamma` and `lambda_` as numbers.
+    `warmup((4096, 128), ...)` warms up the usual calls on a rollout shape, by running them on dummy data:
+    with and without truncations; next values from `next_values`, from `last_value`, and from
+    `bootstrap_values` with `last_value`; `gamma` and `lambda_` as numbers.
 
     Args:
         what: A public function, followed by its arguments; or the shape of the per-step inputs, followed by
@@ -31,6 +31,11 @@ def warmup(what: Callable[..., Any] | Sequence[int], *args: Any, **kwargs: Any) 
 
     Raises:
         ValueError: A name is no public function, or `compute_retrace` is asked for without `num_actions`.
+
+    Examples:
+        Without `device` for the GPU; on the CPU there is nothing to compile.
+
+        >>> warmup((4096, 128), ["compute_gae"], device="cpu")
     """
     if callable(what):
         with torch.no_grad():
