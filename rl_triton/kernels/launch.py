@@ -74,16 +74,15 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     if F >= 16 or (F > 1 and B == 1):
         axes = "features"
         if T <= 8:
-            # 32768 x 8: 1.5.
             block_n, block_t, steps = 128, 1, power_of_2(T)
         elif rows >= 8192:
-            # 16384 x 128: 1.4.
-            block_n, block_t, steps = 32, 4, 16
-        elif T <= 2048:
-            # 4096 x 128: 1.9.
-            block_n, block_t, steps = 16, 16, 8
+            # 16384 x 128: 1.6.
+            block_n, block_t, steps = 32, 8, 4
+        elif T <= _ONE_LAUNCH:
+            # 4096 x 128: 2.6 for V-trace. Longer segments gain where fewer inputs are given, and lose elsewhere.
+            block_n, block_t, steps = 16, 16, 4
         else:
-            block_n, block_t, steps = 32, 8, 8
+            block_n, block_t, steps = 32, 8, 4
         if actions:
             block_n, block_t, steps = min(block_n, 16), min(block_t, 4), min(steps, 4)
         block_n = min(block_n, power_of_2(F))
@@ -103,10 +102,11 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             # 4096 x 128: 1.25, 16384 x 128: 0.8 (both smaller than the cache).
             block_t = 8 if rows >= 8192 else 16
         if actions:
-            block_t = min(block_t, 32)
+            # A tile holds all actions of its rows. 16384 x 128: 1.5 with 4 actions, 3.0 with 18.
+            block_t = min(block_t if rows < 2048 else 32, 32 if actions <= 4 else 8)
         block_t = min(block_t, power_of_2(-(-T // steps)))
         # Spread few rows over all multiprocessors rather than fill one.
-        block_n = min(max(1, 128 // block_t), power_of_2(max(1, rows // 256)))
+        block_n = min(max(1, (128 if not actions else 32) // block_t), power_of_2(max(1, rows // 256)))
         groups = -(-rows // block_n)
         threads = block_n * block_t
     block = block_t * steps

@@ -59,9 +59,12 @@ def next_value(x, strides, at, T, own, terminated, truncated, cut, DTYPE: tl.con
         if x.next_values is not None:
             needed = (cut & (last == 0)) | (last & truncated)
         needed = needed & (terminated == 0)
-        value = tl.where(
-            needed, load_where(needed, x.bootstrap_values, strides.bootstrap_values, at, DTYPE), value
-        )
+        if DENSE:
+            bootstrap = load_where(needed, x.bootstrap_values, strides.bootstrap_values, at, DTYPE)
+        else:
+            # Row by row, waiting for the flags first costs more than the bytes.
+            bootstrap = load(x.bootstrap_values, strides.bootstrap_values, at, DTYPE)
+        value = tl.where(needed, bootstrap, value)
     if x.last_value is not None:
         needed = last
         if x.bootstrap_values is not None:
