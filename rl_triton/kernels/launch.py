@@ -75,14 +75,12 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
         axes = "features"
         if T <= 8:
             block_n, block_t, steps = 128, 1, power_of_2(T)
-        elif rows >= 8192:
+        elif rows >= 8192 or T > _ONE_LAUNCH:
             # 16384 x 128: 1.6.
             block_n, block_t, steps = 32, 8, 4
-        elif T <= _ONE_LAUNCH:
+        else:
             # 4096 x 128: 2.6 for V-trace. Longer segments gain where fewer inputs are given, and lose elsewhere.
             block_n, block_t, steps = 16, 16, 4
-        else:
-            block_n, block_t, steps = 32, 8, 4
         if actions:
             block_n, block_t, steps = min(block_n, 16), min(block_t, 4), min(steps, 4)
         block_n = min(block_n, power_of_2(F))
