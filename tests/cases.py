@@ -6,11 +6,12 @@ import inspect
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -53,7 +54,7 @@ TOLERANCE = {
 }
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -199,6 +200,17 @@ def choices(name: str) -> list[tuple[str, ...]]:
 ALL_CHOICES = [(name, given) for name in FUNCTIONS for given in choices(name)]
 # Every function with as many inputs as it takes at once.
 FULL = [(name, max((g for g in choices(name) if "next_values" not in g), key=len)) for name in FUNCTIONS]
+# The same, and next values that are given or left to the function.
+MAIN = [*FULL, *((name, g) for name, g in ALL_CHOICES if g in ((), ("next_values", "valid")))]
+
+
+def thorough(values: Iterable[Any], quick: Iterable[Any] = ()) -> list[Any]:
+    """Test parameters of which the interpreter takes the `quick` ones alone."""
+    quick = list(quick)
+    return [
+        value if value in quick else pytest.param(*as_tuple(value), marks=pytest.mark.thorough)
+        for value in values
+    ]
 
 
 def choice_id(value: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Which device and which path a test runs on."""
 
+import importlib.util
 import os
 
 import numpy as np
@@ -12,7 +13,14 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: more than the interpreter has time for")
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [item for item in items if item.get_closest_marker("thorough") and interprets(item)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -20,9 +28,46 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 
+def interprets(item):
+    return not HAS_CUDA and hasattr(item, "callspec") and item.callspec.params.get("path") == "kernel"
+
+
 @pytest.fixture
 def device():
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patch_the_language_once_per_launch():
+    """The interpreter patches Triton's language anew in every device function, which is most of its time."""
+    if HAS_CUDA or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_lang, patched = interpreter._patch_lang, set()
+
+    def once(function):
+        # A launch patches for its kernel first and restores that scope last.
+        launches = not patched
+        module = id(function.__globals__)
+        if module in patched:
+            return None
+        patched.add(module)
+        scope = patch_lang(function)
+        if launches:
+            restore = scope.restore
+
+            def restore_and_forget():
+                patched.clear()
+                restore()
+
+            scope.restore = restore_and_forget
+        return scope
+
+    interpreter._patch_lang = once
+    yield
+    interpreter._patch_lang = patch_lang
 
 
 def _serve(monkeypatch, kernels):

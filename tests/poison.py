@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,21 +41,30 @@ def floating(kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
-def probes(kwargs: dict[str, Any], key: str, value: float) -> dict[str, Any]:
-    """The problem once per slot of `key`, stacked on a new first axis, with `value` in that slot."""
-    slots = kwargs[key].numel()
-    stacked = {k: x.expand(slots, *x.shape) if isinstance(x, Tensor) else x for k, x in kwargs.items()}
-    poisoned = stacked[key].clone(memory_format=torch.contiguous_format)
-    poisoned.view(slots, slots).fill_diagonal_(value)
-    return stacked | {key: poisoned}
+def probes(kwargs: dict[str, Any], keys: Sequence[str], value: float) -> dict[str, Any]:
+    """The problem once per slot of the inputs named, on a new first axis, with `value` in that slot."""
+    sizes = [kwargs[key].numel() for key in keys]
+    total = sum(sizes)
+    stacked = {k: x.expand(total, *x.shape) if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+    start = 0
+    for key, size in zip(keys, sizes, strict=True):
+        stacked[key] = stacked[key].clone(memory_format=torch.contiguous_format)
+        stacked[key].view(total, size)[start : start + size].fill_diagonal_(value)
+        start += size
+    return stacked
+
+
+def shown(outputs: Sequence[Tensor]) -> Tensor:
+    """Where any of the outputs is not finite."""
+    return torch.stack([~y.isfinite() for y in outputs]).any(0)
 
 
 def unread(name: str, kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """Per floating input, the slots where a NaN shows up in no output."""
     masks = {}
     for key in floating(kwargs):
-        seen = [~y.isfinite().flatten(1).all(1) for y in oracle(name, probes(kwargs, key, torch.nan))]
-        masks[key] = ~torch.stack(seen).any(0).view(kwargs[key].shape).to(kwargs[key].device)
+        seen = shown(oracle(name, probes(kwargs, [key], torch.nan))).flatten(1).any(1)
+        masks[key] = ~seen.view(kwargs[key].shape).to(kwargs[key].device)
     return masks
 
 

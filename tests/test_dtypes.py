@@ -13,6 +13,7 @@ from cases import (
     choice_id,
     oracle,
     problem,
+    thorough,
 )
 from poison import floating
 from torch import Tensor
@@ -25,14 +26,14 @@ every_function = pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @every_function
 def test_floating_dtypes(path, device, name, given, dtype):
-    kwargs = problem(name, T=17, given=given, dtype=dtype, device=device)
+    kwargs = problem(name, T=9, given=given, dtype=dtype, device=device)
     outputs = call(getattr(rl_triton, name), kwargs)
     assert all(y.dtype == dtype for y in outputs)
     assert_close(outputs, oracle(name, kwargs))
 
 
 @pytest.mark.parametrize("flag_dtype", FLAG_DTYPES)
-@every_function
+@pytest.mark.parametrize(("name", "given"), thorough(FULL, quick=FULL[0::7]), ids=choice_id)
 def test_flag_dtypes_give_the_same_bits(path, device, name, given, flag_dtype):
     kwargs = problem(name, given=given, device=device)
     true = 1 if flag_dtype == torch.bool else 3
@@ -61,7 +62,7 @@ INTEGERS = [
 
 
 @pytest.mark.parametrize(("one", "others"), MIXED)
-@every_function
+@pytest.mark.parametrize(("name", "given"), thorough(FULL, quick=FULL[0::7]), ids=choice_id)
 def test_mixed_dtypes_promote(path, device, name, given, one, others):
     kwargs = problem(name, given=given, dtype=others, device=device)
     for key in floating(kwargs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import ALL_CHOICES, FULL, call, choice_id, oracle, problem
+from cases import ALL_CHOICES, FULL, MAIN, call, choice_id, oracle, problem, thorough
 from poison import fill, floating, poisonable, unread
 
 import rl_triton
@@ -59,8 +59,8 @@ def test_gradients_to_every_form_of_gamma(path, device, form):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
-@pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("name", "given"), thorough(ALL_CHOICES, quick=MAIN), ids=choice_id)
 def test_unread_slots_get_exactly_zero(path, device, name, given, zeros):
     kwargs = poisonable(name, given, zeros=zeros, device=device)
     masks = unread(name, kwargs)

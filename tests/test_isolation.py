@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import ALL_CHOICES, FLAGS, FULL, assert_close, call, choice_id, oracle
-from poison import fill, floating, garble_flags, poisonable, probes, unread
+from cases import ALL_CHOICES, FLAGS, FULL, MAIN, assert_close, call, choice_id, oracle, thorough
+from poison import fill, floating, garble_flags, poisonable, probes, shown, unread
 
 import rl_triton
 
@@ -40,9 +40,9 @@ def test_the_rows_that_gae_reads(name, extra, key, rows):
     assert (~unread(name, kwargs)[key]).nonzero().flatten().tolist() == rows
 
 
-@pytest.mark.parametrize("time_dim", [-1, -2])
-@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
-@pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
+@pytest.mark.parametrize("time_dim", thorough([-1, -2], quick=[-1]))
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("name", "given"), thorough(ALL_CHOICES, quick=MAIN), ids=choice_id)
 def test_unread_slots_change_no_bit(path, device, name, given, zeros, time_dim):
     kwargs = poisonable(name, given, zeros=zeros, time_dim=time_dim, device=device)
     masks = unread(name, kwargs)
@@ -54,33 +54,41 @@ def test_unread_slots_change_no_bit(path, device, name, given, zeros, time_dim):
         assert all(map(torch.equal, clean, poisoned))
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["", "zeros"])
+@pytest.mark.parametrize("value", thorough([torch.nan, torch.inf], quick=[torch.nan]))
+@pytest.mark.parametrize("zeros", thorough([False, True], quick=[True]))
 @pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
-def test_a_used_nan_or_inf_shows_where_the_loop_shows_it(path, device, name, given, zeros):
-    kwargs = poisonable(name, given, zeros=zeros, device=device)
-    for key in floating(kwargs):
-        # An infinite weight meets zeros and infinities of either sign, in an order that is the scan's own.
-        for value in (torch.nan,) if key in ("gamma", "lambda_", "b") else (torch.nan, torch.inf):
-            kwargs_s = probes(kwargs, key, value)
-            assert_close(call(getattr(rl_triton, name), kwargs_s), oracle(name, kwargs_s))
+def test_a_used_nan_or_inf_shows_where_the_loop_shows_it(path, device, name, given, zeros, value):
+    kwargs = poisonable(name, given, zeros=zeros, batch=(1,), T=5, device=device)
+    # An infinite weight meets zeros and infinities of either sign, in an order that is the scan's own.
+    weights = {"gamma", "lambda_", "b"} if value == torch.inf else set()
+    poisoned = probes(kwargs, [key for key in floating(kwargs) if key not in weights], value)
+    assert_close(call(getattr(rl_triton, name), poisoned), oracle(name, poisoned))
+
+
+ALWAYS_READ = {
+    "compute_gae": "rewards",
+    "compute_vtrace": "values",
+    "compute_retrace": "q_values",
+    "compute_retrace_from_log_probs": "log_pi_target",
+    "compute_lambda_returns": "rewards",
+    "compute_discounted_returns": "rewards",
+    "compute_eligibility_traces": "gradients",
+    "compute_episodic_prefix_sum": "inputs",
+}
 
 
 @pytest.mark.parametrize(("name", "given"), FULL[:-1], ids=choice_id)
 def test_a_nan_stays_in_its_episode(path, device, name, given):
     """Independent of the loop: episodes are numbered from the flags, and a NaN shows in one of them."""
-    kwargs = poisonable(name, given, device=device)
+    kwargs = poisonable(name, given, batch=(2,), T=5, device=device)
     dones = [kwargs[key] for key in ("terminateds", "truncateds", "dones") if key in kwargs]
     done = torch.stack(dones).any(0)
     opens = torch.zeros_like(done)
     opens[:, 1:] = done[:, :-1] | ~kwargs["valid"][:, :-1]
     episode = opens.cumsum(-1) + 100 * torch.arange(len(done), device=device).unsqueeze(-1)
-    always_read = {"rewards", "values", "q_values", "log_pi_target", "gradients", "inputs"}
-    for key in always_read & set(kwargs):
-        outputs = call(getattr(rl_triton, name), probes(kwargs, key, torch.nan))
-        shown = torch.stack([~y.isfinite() for y in outputs]).any(0)
-        own = episode == episode.view(-1, 1, 1)
-        assert not (shown & ~own).any()
-        assert torch.equal(shown.flatten(1).diagonal(), kwargs["valid"].flatten())
+    where = shown(call(getattr(rl_triton, name), probes(kwargs, [ALWAYS_READ[name]], torch.nan)))
+    assert not (where & (episode != episode.view(-1, 1, 1))).any()
+    assert torch.equal(where.flatten(1).diagonal(), kwargs["valid"].flatten())
 
 
 def test_a_nan_flag_is_true(path, device):

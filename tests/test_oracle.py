@@ -13,11 +13,11 @@ from cases import (
     choice_id,
     oracle,
     problem,
+    thorough,
 )
 
 import rl_triton
 
-ON_CPU = not torch.cuda.is_available()
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 1000, 1023, 1025, 4097)
 BATCHES = (1, 2, 31, 33, 65536, 70000)
 
@@ -28,29 +28,22 @@ def check(name, **setting):
     assert_close(actual, oracle(name, kwargs), setting.get("time_dim", -1))
 
 
-def skip_what_the_interpreter_is_too_slow_for(path, rows):
-    if path == "kernel" and ON_CPU and rows > 600:
-        pytest.skip("the interpreter takes about 0.1 s per 1024 rows of a program")
-
-
 @pytest.mark.parametrize(("name", "given"), ALL_CHOICES, ids=choice_id)
 def test_optional_inputs(path, device, name, given):
-    check(name, batch=(3,), T=9, given=given, device=device)
+    check(name, batch=(3,), T=5, given=given, device=device)
 
 
 @pytest.mark.parametrize("time_dim", [-1, 0])
-@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("T", thorough(LENGTHS, quick=(1, 2, 3, 17)))
 @pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
 def test_lengths(path, device, name, given, T, time_dim):
-    skip_what_the_interpreter_is_too_slow_for(path, T)
     check(name, batch=(3,), T=T, given=given, time_dim=time_dim, device=device)
 
 
 @pytest.mark.parametrize("time_dim", [-1, 0])
-@pytest.mark.parametrize("N", BATCHES)
+@pytest.mark.parametrize("N", thorough(BATCHES, quick=(1, 2)))
 @pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
 def test_batches(path, device, name, given, N, time_dim):
-    skip_what_the_interpreter_is_too_slow_for(path, N)
     check(name, batch=(N,), T=3, given=given, time_dim=time_dim, device=device)
 
 
@@ -94,7 +87,7 @@ def coefficient(form, low, high, device):
     return value.item() if form == "float" else value.to(device)
 
 
-@pytest.mark.parametrize("lambda_form", FORMS)
+@pytest.mark.parametrize("lambda_form", thorough(FORMS, quick=("full",)))
 @pytest.mark.parametrize("gamma_form", FORMS)
 @pytest.mark.parametrize(("name", "given"), DECAYING, ids=choice_id)
 def test_forms_of_gamma_and_lambda(path, device, name, given, gamma_form, lambda_form):
@@ -120,9 +113,9 @@ def test_float32_error_at_4096_rows(name, device):
     check(name, batch=(2,), T=4096, device=device)
 
 
+@pytest.mark.parametrize("T", thorough((200, 4096), quick=(200,)))
 @pytest.mark.parametrize("gamma", [0.99, 0.9999])
-def test_float64_keeps_its_precision(path, device, gamma):
-    T = 257 if path == "kernel" and ON_CPU else 4096
+def test_float64_keeps_its_precision(path, device, gamma, T):
     check("compute_gae", batch=(2,), T=T, dtype=torch.float64, gamma=gamma, lambda_=gamma, device=device)
 
 
