@@ -59,7 +59,9 @@ def test_code_runs(page, monkeypatch, tmp_path):
 
 @every_page
 def test_links_resolve(page):
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text)
+    for target, anchor in [*links, *re.findall(r'\bsrc(?:set)?="([^"#]*)()"', text)]:
         if re.match(r"\w+:", target):
             continue
         linked = page.parent / target if target else page
