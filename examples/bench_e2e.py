@@ -213,13 +213,13 @@ def rows(device: torch.device, tiny: bool) -> list[Row]:
         return Row(title, GAE_ARMS, functools.partial(ppo_arm, **settings))
 
     def vtrace(T: int) -> Row:
-        settings = {"device": str(device), "threads": 0, "cudagraphs": gpu}
+        settings = {"device": str(device), "cudagraphs": gpu}
         sizes = {"rows": 4, "T": min(T, 16)} if tiny else {"rows": 64, "T": T}
         title = f"V-trace learner, 64 x {T}{', graphed' if gpu else ''}"
         return Row(title, VTRACE_ARMS, functools.partial(vtrace_arm, **settings, **sizes))
 
     gpu = device.type == "cuda"
-    batched = {"env_id": "rl_triton/CartPole-v1", "device": str(device), "threads": 0}
+    batched = {"env_id": "rl_triton/CartPole-v1", "device": str(device)}
     textbook = gae("CartPole-v1 on the CPU, 8 x 128", env_id="CartPole-v1", num_envs=8, num_steps=128)
     if not gpu:
         sizes = {**batched, "num_envs": 1024, "num_steps": 32}
@@ -333,7 +333,7 @@ def main() -> None:
     import tyro
 
     options = tyro.cli(Options, description=__doc__)
-    device = common.torch_device(options.device, threads=0)
+    device = common.torch_device(options.device, threads=1)
     chosen = [row for row in rows(device, options.tiny) if options.rows in row.title]
     if not chosen:
         titles = "; ".join(row.title for row in rows(device, options.tiny))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -284,7 +285,9 @@ class Graphed:
                 self.warmups -= 1
                 stream = torch.cuda.Stream()
                 stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), warnings.catch_warnings():
+                    # An optimiser made for graphs warns when it runs outside of one.
+                    warnings.filterwarnings("ignore", message=".*capturable=True")
                     self.fn()
                 torch.cuda.current_stream().wait_stream(stream)
             else:
@@ -413,7 +416,7 @@ class Log:
             if math.isfinite(value):
                 self.board.add_scalar(name, value, int(row["steps"]))
         self.bar.set_description_str(status, refresh=False)
-        self.bar.update(row["steps"] - self.bar.n)
+        self.bar.update(min(row["steps"], self.bar.total) - self.bar.n)
 
     def _write(self, row: dict[str, float]) -> None:
         if self.writer is None:

@@ -72,6 +72,8 @@ class Config(common.RunConfig):
     """Gradients are scaled down to this norm."""
     hidden: tuple[int, ...] = (64, 64)
     """Hidden layers of actor and critic; images go through IMPALA's residual network instead."""
+    normalize_advantages: bool = False
+    """Whether advantages have mean 0 and deviation 1 in every update."""
     clip_rewards: bool = False
     """Whether rewards are clipped to ±1 for learning."""
     reward_scale: float = 1.0
@@ -133,16 +135,12 @@ class Actors:
             for index in range(1 if inline else config.num_actors)
         ]
         settings: dict[str, Any] = {"track_policy_version": True, "auto_register_policy_transforms": False}
-        selection: dict[str, Any] = {}
-        if config.engine == "process":
-            selection = {"backend": "process", "num_collectors": config.num_actors, "sync": False, **settings}
-        elif config.engine == "ray":
-            selection = {"backend": "ray", "num_collectors": config.num_actors, "sync": False}
-            selection["backend_options"] = {
-                "remote_configs": {"num_cpus": 1, "num_gpus": 0},
-                "collector_kwargs": settings,
-            }
+        if config.engine == "ray":
             start_ray()
+            remote = {"num_cpus": 1, "num_gpus": 0}
+            settings = {"backend_options": {"remote_configs": remote, "collector_kwargs": settings}}
+        if not inline:
+            settings |= {"backend": config.engine, "num_collectors": config.num_actors, "sync": False}
         # The collector shares its policy with the actors: a copy, which changes when `publish` says so.
         self.collector = Collector(
             create_env_fn=constructors[0] if inline else constructors,
@@ -150,7 +148,7 @@ class Actors:
             frames_per_batch=frames,
             # For ever; Ray's collector takes no -1.
             total_frames=frames * 10**9,
-            **(settings if inline else selection),
+            **settings,
         )
         if config.engine == "process":
             self._watch(len(multiprocessing.active_children()))
@@ -261,6 +259,8 @@ class Learner:
             functional=False,
         )
         self.entropy_coeff = self.loss_module.get_buffer("entropy_coeff")
+        # Several processes exchange gradients during an update, so theirs stays eager.
+        graphs_update = config.cudagraphs and ranks.world == 1
         self.step = GradientStep(
             self.loss_module,
             config.optimizer,
@@ -269,7 +269,7 @@ class Learner:
             ranks,
             stages,
             compiled=config.compile,
-            graphed=config.cudagraphs,
+            graphed=graphs_update,
         )
         self.score, self.critic_net = self._score, self.critic.module
         if config.compile:
@@ -279,8 +279,7 @@ class Learner:
         # TorchRL's function takes its thresholds from the host, which a capture forbids.
         self.estimate = Graphed(self._estimate, "advantage", stages, graphed and config.estimator == "triton")
         self.update = self._update
-        # Several processes exchange gradients during an update, so theirs stays eager.
-        if graphed and ranks.world == 1:
+        if graphs_update:
             self.update = Graphed(self._update, "update", stages, True)
 
     def learn(self, rollouts: TensorDictBase, share: float) -> None:
@@ -322,6 +321,9 @@ class Learner:
     @torch.no_grad()
     def _estimate(self) -> None:
         parts.estimate(self.estimator, self.batch)
+        if self.config.normalize_advantages:
+            advantage = self.batch["advantage"]
+            advantage.sub_(advantage.mean()).div_(advantage.std() + 1e-5)
 
     def _update(self) -> None:
         self.step(self.batch)

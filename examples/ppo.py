@@ -66,7 +66,7 @@ class Config(common.RunConfig):
     """Replay rollout, value pass, advantages and updates as CUDA graphs (needs rl_triton/* on a GPU)."""
 
 
-GPU = {"device": "auto", "threads": 0, "num_envs": 4096, "num_steps": 32, "epochs": 4}
+GPU = {"device": "auto", "num_envs": 4096, "num_steps": 32, "epochs": 4}
 CARTPOLE = {"learning_rate": 1e-3, "epochs": 10}
 PENDULUM = {"learning_rate": 1e-3, "epochs": 10, "gamma": 0.9, "entropy_coef": 0.0, "reward_scale": 0.1}
 MUJOCO = {
@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "Pendulum-v1": PENDULUM | {"total_steps": 300_000},
     "HalfCheetah-v5": MUJOCO,
     "Hopper-v5": MUJOCO,
-    "rl_triton/CartPole-v1": CARTPOLE | GPU | {"total_steps": 10_000_000},
+    "rl_triton/CartPole-v1": CARTPOLE | GPU | {"total_steps": 10_000_000, "reward_scale": 0.1},
     "rl_triton/Pendulum-v1": PENDULUM | GPU | {"total_steps": 20_000_000},
 }
 
@@ -142,6 +142,8 @@ class PPO:
         self.estimator = estimator or make_estimator(config.estimator, config.gamma, config.gae_lambda)
         # rl_triton's bootstraps from the few final observations that matter; the others want all next values.
         self.every_next_value = config.estimator != "triton"
+        # Several processes exchange gradients during an update, so theirs stays eager.
+        self.graphs_update = config.cudagraphs and self.ranks.world == 1
         torch.manual_seed(config.seed)
         self._build_networks()
         seed = config.seed + 1000 * self.ranks.rank
@@ -156,8 +158,7 @@ class PPO:
         self.value_pass = Graphed(self._value_pass, "value net", self.stages, graphed)
         self.estimate = Graphed(self._estimate, "advantage", self.stages, capturable)
         self.update = self._update
-        # Several processes exchange gradients during an update, so theirs stays eager.
-        if graphed and self.ranks.world == 1:
+        if self.graphs_update:
             self.update = Graphed(self._update, "update", self.stages, True)
 
     def _build_networks(self) -> None:
@@ -191,7 +192,7 @@ class PPO:
             self.ranks,
             self.stages,
             compiled=config.compile,
-            graphed=config.cudagraphs,
+            graphed=self.graphs_update,
         )
         self.act, self.critic_net = self._act, self.critic.module
         if config.compile:
