@@ -79,7 +79,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             # 16384 x 128: 1.6.
             block_n, block_t, steps = 32, 8, 4
         else:
-            # 4096 x 128: 2.6 for V-trace. Longer segments gain where fewer inputs are given, and lose elsewhere.
+            # 4096 x 128: 2.6 for V-trace. Longer segments gain with fewer inputs, and lose elsewhere.
             block_n, block_t, steps = 16, 16, 4
         if actions:
             block_n, block_t, steps = min(block_n, 16), min(block_t, 4), min(steps, 4)

@@ -32,8 +32,8 @@ def scale(c, x):
 
 @triton.jit
 def combine(a1, b1, a2, b2):
-    """The map (a1, b1), then the map (a2, b2)."""
-    return a2 + scale(b2, a1), scale(b2, b1)
+    """The map (a1, b1), then the map (a2, b2); after a cut no factor matters, not even an infinite one."""
+    return a2 + scale(b2, a1), tl.where(b1 == 0, 0.0, scale(b2, b1))
 
 
 @triton.jit
@@ -321,8 +321,9 @@ def scan_kernel(
             t = index * (BLOCK_T * STEPS) + within * STEPS + i % STEPS
             at = (b, f, t, in_rows, t < T)
             a_t, b_t, kept = TERMS(
-                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2, OPTION, DTYPE, BLOCK_A, DENSE
-            )
+                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
+                OPTION, DTYPE, BLOCK_A, DENSE,
+            )  # fmt: skip
             a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
             a_rows = turned(split_rows(a_t, STEPS), REVERSE, STEPS)
             b_rows = turned(split_rows(b_t, STEPS), REVERSE, STEPS)
@@ -338,21 +339,9 @@ def scan_kernel(
                 t = segment + (STEPS - 1 - step if REVERSE else step)
                 at = (b, f, t, in_rows, t < T)
                 a_t, b_t, kept = TERMS(
-                    x,
-                    strides,
-                    at,
-                    T,
-                    A,
-                    gamma,
-                    lambda_,
-                    bound_0,
-                    bound_1,
-                    bound_2,
-                    OPTION,
-                    DTYPE,
-                    BLOCK_A,
-                    DENSE,
-                )
+                    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
+                    OPTION, DTYPE, BLOCK_A, DENSE,
+                )  # fmt: skip
                 a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
             if step == 0:
                 seg_a = a_t
