@@ -129,7 +129,7 @@ def promote(version: str, root: Path = ROOT, history: Path | None = None) -> lis
         history / f"{version}.json": to_json(candidate),
         root / "benchmarks.md": to_markdown(version, candidate, pictures_at="docs/benchmark-history"),
         readme: with_block(readme, f"{about} [benchmarks.md](benchmarks.md)."),
-        page: with_block(page, f"{about} [{version}](benchmark-history/{version}.md)."),
+        page: with_block(page, f"{about} [{version}](benchmark-history/{version}.md).\n\n{_site_pictures()}"),
     }
     images = {history / name: image for name, image in pictures.draw(candidate).items()}
     for path, text in texts.items():
@@ -196,6 +196,16 @@ def _picture(folder: str, name: str, alt: str) -> str:
     return (
         f'<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="{folder}/{name}-dark.png">\n'
         f'  <img alt="{alt}" src="{folder}/{name}-light.png">\n</picture>'
+    )
+
+
+def _site_pictures() -> str:
+    """The pictures as the site shows them: one of each pair, by its colour scheme."""
+    return "\n\n".join(
+        "\n".join(
+            f"![{alt}](benchmark-history/{name}-{theme}.png#only-{theme})" for theme in ("light", "dark")
+        )
+        for name, alt in PICTURES.items()
     )
 
 
