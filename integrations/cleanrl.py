@@ -54,7 +54,8 @@ def gae(
 
     Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, 2016.
 
-    >>> advantages, returns = gae(rewards, values, dones, next_value, next_done, gamma=0.99, gae_lambda=0.95)
+    Examples:
+        >>> advantages, returns = gae(rewards, values, dones, next_value, next_done, gamma=0.99)
     """
     per_step: dict[str, Any] = {"values": values}
     per_env: dict[str, Any] = {"next_value": next_value}

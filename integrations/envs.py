@@ -1,11 +1,12 @@
 """CartPole and Pendulum as batched torch environments, for rollouts that never leave the device.
 
-Importing this module registers them with Gymnasium:
+Importing this module registers them with Gymnasium.
 
->>> import gymnasium as gym
->>> import rl_triton.integrations.envs
->>> envs = gym.make_vec("rl_triton/CartPole-v1", num_envs=4096, device="cuda", autoreset_mode="SameStep")
->>> observations, infos = envs.reset(seed=1)
+Examples:
+    >>> import gymnasium as gym
+    >>> import rl_triton.integrations.envs
+    >>> envs = gym.make_vec("rl_triton/CartPole-v1", num_envs=4096, device="cuda", autoreset_mode="SameStep")
+    >>> observations, infos = envs.reset(seed=1)
 
 The dynamics, rewards, limits and spaces are those of Gymnasium's `CartPole-v1` and `Pendulum-v1`, in float32.
 """

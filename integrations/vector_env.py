@@ -60,10 +60,11 @@ def gae(
 
     Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation, 2016.
 
-    >>> advantages, returns, valid = gae(
-    ...     rewards, values, terminateds, truncateds, next_value,
-    ...     autoreset_mode=envs.metadata["autoreset_mode"], prev_done=prev_done,
-    ... )
+    Examples:
+        >>> advantages, returns, valid = gae(
+        ...     rewards, values, terminateds, truncateds, next_value,
+        ...     autoreset_mode=envs.metadata["autoreset_mode"], prev_done=prev_done,
+        ... )
     """
     mode = autoreset_mode.value if isinstance(autoreset_mode, Enum) else autoreset_mode
     if mode not in MODES:

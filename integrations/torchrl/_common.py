@@ -126,11 +126,12 @@ class Estimator(ValueEstimatorBase):
             this many extra steps per sequence.
 
     Keys, on top of TorchRL's (`set_keys`):
-        bootstrap: under `"next"`, `V(s'_t)` in truncated rows and the last row; other rows are not read.
-            With this entry no next observation is valued.
-        truncated: under `"next"`. Read if `done` or `terminated` is absent, or if it has another name
-            than the default one, which rollouts hold inside `done` already.
-        valid: in the root. Rows that are no transitions: they output 0 and enter no statistics.
+
+    - `bootstrap`: under `"next"`, `V(s'_t)` in truncated rows and the last row; other rows are not read.
+      With this entry no next observation is valued.
+    - `truncated`: under `"next"`. Read if `done` or `terminated` is absent, or if it has another name
+      than the default one, which rollouts hold inside `done` already.
+    - `valid`: in the root. Rows where it is false are no transitions: they output 0 and enter no statistics.
     """
 
     @own_fields

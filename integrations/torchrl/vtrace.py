@@ -43,10 +43,11 @@ class VTrace(Estimator, torchrl_value.VTrace):
     `"action_log_prob"`, `"sample_log_prob"` or the keys that the actor writes.
 
     Keys, on top of `Estimator`'s:
-        action: in the root, the stored action; what the actor writes by default. Without an action in the
-            tensordict TorchRL's weights are used, with one warning.
-        log_pi: in the root, log-probabilities of the stored action under the current policy. With this
-            entry no actor is called, and `actor_network` may be None.
+
+    - `action`: in the root, the stored action; what the actor writes by default. Without an action in the
+      tensordict TorchRL's weights are used, with one warning.
+    - `log_pi`: in the root, log-probabilities of the stored action under the current policy. With this
+      entry no actor is called, and `actor_network` may be None.
 
     Reference: Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
     """
