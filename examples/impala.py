@@ -72,8 +72,6 @@ class Config(common.RunConfig):
     """Gradients are scaled down to this norm."""
     hidden: tuple[int, ...] = (64, 64)
     """Hidden layers of actor and critic; images go through IMPALA's residual network instead."""
-    normalize_advantages: bool = False
-    """Whether advantages have mean 0 and deviation 1 in every update."""
     clip_rewards: bool = False
     """Whether rewards are clipped to ±1 for learning."""
     reward_scale: float = 1.0
@@ -88,8 +86,8 @@ class Config(common.RunConfig):
 PRESETS: dict[str, dict[str, Any]] = {
     "CartPole-v1": {
         "total_steps": 400_000,
-        "num_envs": 32,
-        "updates": 4,
+        "updates": 2,
+        "learning_rate": 2e-3,
         "max_grad_norm": 1.0,
         "reward_scale": 0.1,
     },
@@ -321,9 +319,6 @@ class Learner:
     @torch.no_grad()
     def _estimate(self) -> None:
         parts.estimate(self.estimator, self.batch)
-        if self.config.normalize_advantages:
-            advantage = self.batch["advantage"]
-            advantage.sub_(advantage.mean()).div_(advantage.std() + 1e-5)
 
     def _update(self) -> None:
         self.step(self.batch)
