@@ -6,7 +6,8 @@ import torch
 
 try:
     from .launch import Plan, interpreted
-except ImportError:
+except (ImportError, AttributeError):
+    # No Triton, or one too old for the kernels: the doctor says which.
     interpreted, Plan = False, None
 
 
