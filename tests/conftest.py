@@ -29,7 +29,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def interprets(item):
-    return not HAS_CUDA and hasattr(item, "callspec") and item.callspec.params.get("path") == "kernel"
+    on_kernels = "kernels" in item.fixturenames or item.callspec.params.get("path") == "kernel"
+    return on_kernels and not HAS_CUDA
 
 
 @pytest.fixture
@@ -74,19 +75,28 @@ def _serve(monkeypatch, kernels):
     monkeypatch.setattr("rl_triton._ops.kernel_serves", lambda device: kernels)
 
 
-@pytest.fixture(params=["torch", "kernel"])
-def path(request, monkeypatch):
-    """Run the test on vectorised PyTorch, then on the Triton kernels (interpreted on the CPU)."""
-    if request.param == "kernel":
-        pytest.importorskip("triton")
-    _serve(monkeypatch, request.param == "kernel")
+@pytest.fixture
+def kernels(monkeypatch):
+    """Run the test on the Triton kernels, interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    _serve(monkeypatch, True)
     # The interpreter computes with NumPy, which warns where a GPU is silent.
     with np.errstate(all="ignore"):
-        yield request.param
+        yield
+
+
+@pytest.fixture(params=["torch", "kernel"])
+def path(request, monkeypatch):
+    """Run the test on vectorised PyTorch, then on the kernels."""
+    if request.param == "kernel":
+        request.getfixturevalue("kernels")
+    else:
+        _serve(monkeypatch, False)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
 def _interpret_on_request(request, monkeypatch):
-    """The interpreter is slow: without a GPU only the tests that take `path` go through it."""
-    if not HAS_CUDA and "path" not in request.fixturenames:
+    """Without a GPU only the tests that ask for it go through the interpreter."""
+    if not HAS_CUDA and not {"path", "kernels"} & set(request.fixturenames):
         _serve(monkeypatch, False)

@@ -91,6 +91,20 @@ def test_integers_alone_give_the_default_dtype(path, device, name, key, dtype):
     assert_close(outputs, oracle(name, kwargs))
 
 
+def test_the_default_dtype_may_change_between_calls(path, device):
+    rewards, terminateds = (
+        torch.ones(3, 7, dtype=torch.int64, device=device),
+        torch.zeros(3, 7, device=device),
+    )
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert rl_triton.compute_discounted_returns(rewards, terminateds).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_integer_rewards_beside_floats_do_not_count(path, device, dtype):
     kwargs = problem("compute_gae", dtype=dtype, device=device)

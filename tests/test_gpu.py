@@ -113,9 +113,15 @@ assert torch.equal(advantages, expected)
 """
 
 
-def test_capture_right_after_warmup():
+@pytest.mark.parametrize(
+    "warmup",
+    [
+        "rl_triton.warmup(rl_triton.compute_gae, rewards, values, terminateds, last_value=last_value)",
+        "rl_triton.warmup((4096, 128), ['compute_gae'])",
+    ],
+)
+def test_capture_right_after_warmup(warmup):
     """In a process of its own, where nothing has been compiled or loaded."""
-    warmup = "rl_triton.warmup(rl_triton.compute_gae, rewards, values, terminateds, last_value=last_value)"
     code = CAPTURE_AT_ONCE.format(warmup=warmup)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -108,6 +108,17 @@ def test_edges_of_gamma_and_lambda(path, device, name, given, gamma, lambda_):
     check(name, T=17, given=given, device=device, **coefficients(name, gamma, lambda_))
 
 
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_calls_that_alternate(path, device, name, given):
+    """What is kept from one call serves the next of its kind alone."""
+    settings = [{}, {"seed": 1}, {"T": 5}, {"dtype": torch.float64}, {"time_dim": 0}, {}]
+    for setting in settings:
+        check(name, given=given, device=device, **{"T": 3} | setting)
+    if (name, given) in DECAYING:
+        for gamma in (0.9, 0.5, 1, torch.tensor(0.7, device=device), 0.9):
+            check(name, given=given, device=device, gamma=gamma, T=3)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_float32_error_at_4096_rows(name, device):
     check(name, batch=(2,), T=4096, device=device)
