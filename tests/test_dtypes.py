@@ -92,10 +92,8 @@ def test_integers_alone_give_the_default_dtype(path, device, name, key, dtype):
 
 
 def test_the_default_dtype_may_change_between_calls(path, device):
-    rewards, terminateds = (
-        torch.ones(3, 7, dtype=torch.int64, device=device),
-        torch.zeros(3, 7, device=device),
-    )
+    rewards = torch.ones(3, 7, dtype=torch.int64, device=device)
+    terminateds = torch.zeros(3, 7, device=device)
     before = torch.get_default_dtype()
     try:
         for dtype in (torch.float32, torch.float64):
