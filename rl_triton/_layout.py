@@ -105,6 +105,10 @@ def resolve(x: NamedTuple, time_dim: int) -> Layout:
         elif name in EDGES:
             _check_edge(name, value, shape, time_dim)
         elif name in PER_ACTION:
+            if value.shape[-1] == 0:
+                raise ValueError(
+                    f"{name} must have at least one action on its last axis, got shape {_size(value)}"
+                )
             if actions is not None and value.shape[-1] != actions[1]:
                 raise ValueError(
                     f"{name} must have {actions[1]} actions on its last axis like {actions[0]}, "

@@ -58,4 +58,6 @@ def _step(a: Tensor | None, b: Tensor, y: Tensor, select: bool, out: Tensor | No
     if not select:
         return torch.mul(b, y, out=out) if a is None else torch.addcmul(a, b, y, out=out)
     stepped = b * y if a is None else torch.addcmul(a, b, y)
-    return torch.where(b == 0, torch.zeros_like(b) if a is None else a, stepped, out=out)
+    # A product of large factors overflows, and a state of 0 is 0 behind it all the same.
+    nothing = (b == 0) | ((y == 0) & ~torch.isnan(b))
+    return torch.where(nothing, torch.zeros_like(b) if a is None else a, stepped, out=out)

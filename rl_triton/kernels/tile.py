@@ -31,9 +31,15 @@ def scale(c, x):
 
 
 @triton.jit
+def carried(b, y):
+    """b * y for a state y. A product of large factors overflows, and a state of 0 is 0 behind it all the same."""
+    return tl.where((b == 0) | ((y == 0) & (b == b)), 0.0, b * y)
+
+
+@triton.jit
 def combine(a1, b1, a2, b2):
-    """The map (a1, b1), then the map (a2, b2); after a cut no factor matters, not even an infinite one."""
-    return a2 + scale(b2, a1), tl.where(b1 == 0, 0.0, scale(b2, b1))
+    """The map (a1, b1), then the map (a2, b2)."""
+    return a2 + carried(b2, a1), carried(b2, b1)
 
 
 @triton.jit
@@ -208,14 +214,14 @@ def turned(rows, REVERSE: tl.constexpr, STEPS: tl.constexpr):
 def scan_columns(a, b, carry, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
     """Scan the maps of the columns: the state after each, the state before it if asked for, the map's b."""
     if BLOCK_T == 1:
-        return a + scale(b, carry), carry + tl.zeros_like(a), b
+        return a + carried(b, carry), carry + tl.zeros_like(a), b
     elif EXCLUSIVE:
         none = tl.zeros_like(a)
         a, b, pa, pb = tl.associative_scan((a, b, none, none + 1.0), 1, combine_exclusive)
-        return a + scale(b, carry), pa + scale(pb, carry), b
+        return a + carried(b, carry), pa + carried(pb, carry), b
     else:
         a, b = tl.associative_scan((a, b), 1, combine)
-        after = a + scale(b, carry)
+        after = a + carried(b, carry)
         return after, after, b
 
 
@@ -306,7 +312,7 @@ def scan_kernel(
         map_a = tl.load(partials + place, mask=before, other=0.0)
         map_b = tl.load(partials + B.to(tl.int64) * F * chunks + place, mask=before, other=1.0)
         map_a, map_b = tl.associative_scan((map_a, map_b), 1, combine)
-        carry = edge(map_a, c, BLOCK_C - 1) + scale(edge(map_b, c, BLOCK_C - 1), carry)
+        carry = edge(map_a, c, BLOCK_C - 1) + carried(edge(map_b, c, BLOCK_C - 1), carry)
 
     # Chunks are whole numbers of blocks.
     per_chunk = tl.cdiv(length, BLOCK_T * STEPS)
@@ -353,7 +359,7 @@ def scan_kernel(
         after, entering, factors = scan_columns(seg_a, seg_b, carry, EXCLUSIVE, BLOCK_T)
         carry = edge(after, column, LAST)
         if PHASE == REDUCE:
-            factor = scale(edge(factors, column, LAST), factor)
+            factor = carried(edge(factors, column, LAST), factor)
         else:
             ys = ()
             aheads = ()
@@ -361,7 +367,7 @@ def scan_kernel(
             for step in tl.static_range(STEPS):
                 y = after
                 if STEPS > 1:
-                    y = walked[step][0] + scale(walked[step][1], entering)
+                    y = walked[step][0] + carried(walked[step][1], entering)
                 if not DENSE:
                     t = segment + (STEPS - 1 - step if REVERSE else step)
                     EMIT(outputs, out_stride, (b, f, t, in_rows, t < T), y, ahead, walked[step][2])
