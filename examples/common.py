@@ -37,6 +37,15 @@ def fail(message: object) -> NoReturn:
     sys.exit(f"error: {message}")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make one line of what goes wrong while `path` is written."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}")
+
+
 # Command line
 
 
@@ -121,6 +130,10 @@ def torch_device(name: str, threads: int) -> torch.device:
     if device.type == "cuda":
         if device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            fail(
+                f"--device {device} asks for another GPU than the {torch.cuda.device_count()} that there are"
+            )
         torch.cuda.set_device(device)
     return device
 
@@ -319,21 +332,21 @@ def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     torch.save({**state, "rng": GlobalRNGState().state_dict()}, buffer)
     fresh = path.with_suffix(".tmp")
     try:
-        with fresh.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except OSError as error:
+        with writing(path):
+            with fresh.open("wb") as file:
+                file.write(buffer.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, path)
+    finally:
         fresh.unlink(missing_ok=True)
-        fail(f"cannot save {path}: {error.strerror}; an earlier checkpoint is untouched")
 
 
-def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """What `save_checkpoint` stored; nothing in the file can run code."""
     path = checkpoint_path(path)
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         fail(f"--resume {path}: {error.strerror}")
     except Exception:
@@ -358,14 +371,12 @@ class Log:
     """CSV and TensorBoard rows, a progress bar and, on request, Weights & Biases; silent unless `active`."""
 
     def __init__(self, config: Any, active: bool = True) -> None:
-        self.active, self.dir = active, Path(config.logdir)
+        self.active, self.dir, self.settings = active, Path(config.logdir), dataclasses.asdict(config)
         if not active:
             return
-        try:
+        with writing(self.dir):
             self.dir.mkdir(parents=True, exist_ok=True)
-            (self.dir / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2))
-        except OSError as error:
-            fail(f"--logdir {self.dir} cannot be written: {error.strerror}")
+            (self.dir / "config.json").write_text(json.dumps(self.settings, indent=2))
         if config.wandb:
             try:
                 wandb: Any = importlib.import_module("wandb")
@@ -375,18 +386,18 @@ class Log:
                 project="rl_triton",
                 name=self.dir.name,
                 dir=str(self.dir),
-                config=dataclasses.asdict(config),
+                config=self.settings,
                 sync_tensorboard=True,
             )
 
-    def start(self, steps: int, config: Any) -> None:
+    def start(self, steps: int) -> None:
         """Open the files, without the rows that a resumed run is about to write again."""
         if not self.active:
             return
         from torch.utils.tensorboard.writer import SummaryWriter
         from tqdm import tqdm
 
-        settings = (f"{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(config).items())
+        settings = (f"{name.replace('_', '-')}={value}" for name, value in self.settings.items())
         print(textwrap.fill(" ".join(settings), 110))
         path = self.dir / "progress.csv"
         self.rows = [row for row in read_progress(path) if row["steps"] <= steps] if steps else []
@@ -396,7 +407,7 @@ class Log:
             self._write(row)
         self.board = SummaryWriter(str(self.dir), purge_step=steps)
         self.bar = tqdm(
-            total=config.total_steps,
+            total=self.settings["total_steps"],
             initial=steps,
             unit="step",
             unit_scale=True,
@@ -410,11 +421,12 @@ class Log:
         if not self.active:
             return
         self.rows.append(row)
-        self._write(row)
-        self.file.flush()
-        for name, value in row.items():
-            if math.isfinite(value):
-                self.board.add_scalar(name, value, int(row["steps"]))
+        with writing(self.dir):
+            self._write(row)
+            self.file.flush()
+            for name, value in row.items():
+                if math.isfinite(value):
+                    self.board.add_scalar(name, value, int(row["steps"]))
         self.bar.set_description_str(status, refresh=False)
         self.bar.update(min(row["steps"], self.bar.total) - self.bar.n)
 
@@ -429,10 +441,11 @@ class Log:
         if not self.active:
             return
         self.bar.close()
-        self.board.close()
-        self.file.close()
-        (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
-        pictures = plot_returns(self.rows, self.dir, summary["env_id"])
+        with writing(self.dir):
+            self.board.close()
+            self.file.close()
+            (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
+            pictures = plot_returns(self.rows, self.dir, summary["env_id"])
         stages = summary["stages"]
         print(stage_table({summary["estimator"]: stages}))
         print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
@@ -590,7 +603,7 @@ def train(trainer: Trainer, config: Any) -> None:
             print("These environments cannot be saved: their episodes start anew.")
         seconds_before = state["seconds"]
         returns.load_state_dict(state["returns"])
-    log.start(trainer.steps, config)
+    log.start(trainer.steps)
 
     def save() -> None:
         if ranks.main:

@@ -5,8 +5,7 @@
     RAY_ADDRESS=head:6379 python examples/impala.py --engine ray --num-actors 64
     torchrun --nproc-per-node 2 examples/impala.py --num-actors 1
 
-Espeholt et al., IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
-Architectures, 2018.
+Espeholt et al., 2018, https://arxiv.org/abs/1802.01561
 """
 
 from __future__ import annotations
@@ -110,7 +109,6 @@ def make_env(env_id: str, num_envs: int, seed: int) -> TransformedEnv:
     if multiprocessing.parent_process() is not None:
         # Ctrl-C reaches the whole process group; the learner alone answers it, and then ends its actors.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     # TorchRL is faster with the first; Atari's batch knows the second only.
     mode = AutoresetMode.SAME_STEP if env_id.startswith("ALE/") else AutoresetMode.DISABLED
@@ -150,8 +148,8 @@ class Actors:
         )
         if config.engine == "process":
             self._watch(len(multiprocessing.active_children()))
-        self.version = 0
         self.stream: Iterator[TensorDictBase] | None = None
+        self.version = 0
 
     def _watch(self, processes: int) -> None:
         """End the run when a process ends: the collector would wait for its receipt of the next weights."""

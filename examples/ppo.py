@@ -4,7 +4,7 @@
     python examples/ppo.py --env-id rl_triton/CartPole-v1 --device cuda --cudagraphs
     torchrun --nproc-per-node 2 examples/ppo.py --env-id rl_triton/CartPole-v1
 
-Schulman et al., Proximal Policy Optimization Algorithms, 2017.
+Schulman et al., 2017, https://arxiv.org/abs/1707.06347
 """
 
 from __future__ import annotations

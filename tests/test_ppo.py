@@ -165,7 +165,7 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(SystemExit, match="No space left on device; an earlier checkpoint is untouched"):
+    with pytest.raises(SystemExit, match=r"cannot write .*checkpoint\.pt: No space left on device"):
         common.save_checkpoint(path, {"config": {}, "steps": 2})
     assert common.load_checkpoint(path)["steps"] == 1
     assert list(tmp_path.iterdir()) == [path]
@@ -176,7 +176,7 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
     [
         ("--env-id Nope-v1", "--env-id Nope-v1: .*doesn't exist"),
         ("--env-id FrozenLake-v1", "observations must be a Box"),
-        ("--logdir /dev/null/run", "--logdir /dev/null/run cannot be written"),
+        ("--logdir /dev/null/run", "cannot write /dev/null/run: Not a directory"),
         ("--device cuda:x", "--device"),
         ("--minibatches 7", "--minibatches 7 must divide"),
         ("--cudagraphs", "--cudagraphs needs"),
