@@ -36,7 +36,7 @@ def test_a_nan_factor_shows_before_a_zero_state(path, device):
 
 def test_no_actions_is_an_error(path, device):
     probs, step = torch.zeros(1, 3, 0, device=device), torch.zeros(1, 3, device=device)
-    with pytest.raises(ValueError, match="action_probs_target must have actions"):
+    with pytest.raises(ValueError, match="action_probs_target must have at least one action"):
         rl_triton.compute_retrace(
             probs, step, step, probs, step.long(), step, step, next_action_probs_target=probs
         )

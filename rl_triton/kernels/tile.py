@@ -32,7 +32,7 @@ def scale(c, x):
 
 @triton.jit
 def carried(b, y):
-    """b * y for a state y. A product of large factors overflows, and a state of 0 is 0 behind it all the same."""
+    """b * y for a state y: one of 0 stays 0 behind a product of factors that overflowed."""
     return tl.where((b == 0) | ((y == 0) & (b == b)), 0.0, b * y)
 
 
