@@ -56,7 +56,7 @@ class RunConfig:
     env_id: str = "CartPole-v1"
     """A Gymnasium id, or rl_triton/CartPole-v1 or rl_triton/Pendulum-v1; it sets the other defaults."""
     total_steps: int = 1_000_000
-    """Environment steps of the whole run, over all environments and processes."""
+    """Environment steps of the whole run, over all environments and processes, in whole iterations."""
     seed: int = 1
     """Seed of environments, weights, actions and minibatches."""
     device: str = "cpu"
@@ -108,7 +108,13 @@ def parse(
         fail(f"--resume {chosen.resume} was written by another trainer: it has the settings {unknown}")
     description = sys.modules["__main__"].__doc__
     parsed = tyro.cli(config, default=config(**settings), args=args, description=description)
-    if parsed.logdir is None:
+    if parsed.total_steps < 1:
+        fail(f"--total-steps must be at least 1, got {parsed.total_steps}")
+    if parsed.logdir is not None:
+        # Before anything is started that would have to be ended again.
+        with writing(Path(parsed.logdir)):
+            Path(parsed.logdir).mkdir(parents=True, exist_ok=True)
+    else:
         start = time.strftime("%Y%m%d-%H%M%S")
         parts = (parsed.env_id.replace("/", "-"), name, parsed.estimator, parsed.seed, start)
         parsed.logdir = str(Path("runs", "-".join(map(str, parts))))
@@ -653,7 +659,9 @@ def train(trainer: Trainer, config: Any) -> None:
                 **{f"ms/{name}": 1000 * value for name, value in latest.items()},
             }
             lag = f"lag {numbers['lag']:.1f}, " if "lag" in numbers else ""
-            log.row(row, f"return {row['return_100']:.1f}, {sps:.0f} steps/s, {lag}{stages.shares()}")
+            log.row(
+                row, f"return (last 100) {row['return_100']:.1f}, {sps:.0f} steps/s, {lag}{stages.shares()}"
+            )
             if config.checkpoint_every and iteration % config.checkpoint_every == 0:
                 save()
 

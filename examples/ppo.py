@@ -136,8 +136,10 @@ class PPO:
             fail(f"--minibatches {config.minibatches} must divide num_envs x num_steps = {self.batch_size}")
         self.envs = Envs(config.env_id, config.num_envs, self.device)
         self.saves_envs = self.envs.native is not None
-        if config.cudagraphs and (self.device.type != "cuda" or self.envs.native is None):
-            fail("--cudagraphs needs --device cuda and an rl_triton/ environment")
+        if config.cudagraphs and self.device.type != "cuda":
+            fail(f"--cudagraphs needs a GPU, and --device {config.device} is {self.device}")
+        if config.cudagraphs and self.envs.native is None:
+            fail(f"--cudagraphs needs an rl_triton/ environment, got {config.env_id}")
         self.stages = Stages(self.device)
         self.estimator = estimator or make_estimator(config.estimator, config.gamma, config.gae_lambda)
         # rl_triton's bootstraps from the few final observations that matter; the others want all next values.
