@@ -171,7 +171,8 @@ def test_a_million_steps_of_one_environment(device, name, given):
     assert_close(call(getattr(rl_triton, name), kwargs), oracle(name, kwargs))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+# PyTorch opens its pool of graphs with an empty one.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The CUDA Graph is empty:UserWarning")
 @every_function
 def test_compiled_with_cuda_graphs(device, name, given):
     function = getattr(rl_triton, name)
