@@ -50,17 +50,16 @@ def run(
         return _traced(algorithm, x, time_dim, scalars, options)
     if _innermost_transform() is not None:
         return Formulas(algorithm, x, time_dim, options)(x, scalars)
-    kind = (algorithm.name, time_dim, options)
+    # The default dtype is the output's where no input floats.
+    kind = (algorithm.name, time_dim, options, torch.get_default_dtype())
     latest = _latest.get(kind)
     if latest is not None:
         serves, types, tensors, guards, plan = latest
         if serves is kernel_serves and tuple(map(type, x)) == types and guards.check(*tensors(x)):
             return plan(x, scalars)
     key = (
-        algorithm.name,
+        *kind,
         kernel_serves,
-        time_dim,
-        options,
         torch.is_grad_enabled(),
         *[
             (v.shape, v.stride(), v.dtype, v.device, v.requires_grad)
