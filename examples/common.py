@@ -172,6 +172,8 @@ class Ranks:
 
     def close(self) -> None:
         if self.world > 1:
+            # A process that leaves early aborts those that still wait for it.
+            dist.barrier()
             dist.destroy_process_group()
 
 

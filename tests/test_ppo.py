@@ -266,9 +266,10 @@ def test_torchrun_processes_share_weights_but_not_rollouts(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*launcher, str(script), str(EXAMPLES)], env=environment(), check=True, capture_output=True
+    result = subprocess.run(
+        [*launcher, str(script), str(EXAMPLES)], env=environment(), capture_output=True, text=True
     )
+    assert result.returncode == 0, result.stderr
 
 
 def test_running_norm_matches_the_whole_sample():
