@@ -25,7 +25,7 @@ kernel_serves = kernels.serves
 # vmap and its kin wrap tensors: their metadata is no plan's key.
 _innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
-_plans: dict[Any, Callable[[tuple[Any, ...], tuple[float, ...]], Outputs]] = {}
+_plans: dict[Any, tuple[Callable[[tuple[Any, ...], tuple[float, ...]], Outputs], Any]] = {}
 # Plans are small, but a caller whose shapes never repeat should not collect them for ever.
 _PLANS_KEPT = 4096
 # The last kernel plan of each kind of call. PyTorch's own guards compare a call with it in a quarter of the
@@ -68,27 +68,31 @@ def run(
             for v in x
         ],
     )
-    plan = _plans.get(key)
-    if plan is None:
+    known = _plans.get(key)
+    if known is None:
         if len(_plans) >= _PLANS_KEPT:
             _plans.clear()
-        plan = _plans[key] = _plan(algorithm, x, time_dim, options)
-    if not isinstance(plan, Formulas) and not any(isinstance(v, Tensor) and v.requires_grad for v in x):
-        _remember(kind, x, plan)
+        plan = _plan(algorithm, x, time_dim, options)
+        known = _plans[key] = (plan, _guarded(x, plan))
+    plan, guarded = known
+    if guarded is not None:
+        _latest[kind] = guarded
     return plan(x, scalars)
 
 
-def _remember(kind: Any, x: tuple[Any, ...], plan: Any) -> None:
+def _guarded(x: tuple[Any, ...], plan: Any) -> tuple[Any, ...] | None:
+    """A kernel plan beside guards that recognise its inputs, made once so that calls may alternate."""
     indices = [i for i, v in enumerate(x) if isinstance(v, Tensor)]
-    # An item getter for one index gives no tuple.
-    if _Guards is None or len(indices) < 2:
-        return
+    # An item getter for one index gives no tuple, and the guards do not tell grad mode from no_grad.
+    differentiable = any(x[i].requires_grad for i in indices)
+    if _Guards is None or isinstance(plan, Formulas) or differentiable or len(indices) < 2:
+        return None
     guards = _Guards(
         *[x[i] for i in indices],
         dynamic_dims_sizes=[list(x[i].shape) for i in indices],
         dynamic_dims_strides=[list(x[i].stride()) for i in indices],
     )
-    _latest[kind] = (kernel_serves, tuple(map(type, x)), itemgetter(*indices), guards, plan)
+    return kernel_serves, tuple(map(type, x)), itemgetter(*indices), guards, plan
 
 
 def _plan(algorithm: Algorithm, x: tuple[Any, ...], time_dim: int, options: tuple[Any, ...]) -> Any:
