@@ -1,5 +1,6 @@
 """The PPO trainer: its numbers, its command line, and what survives an interruption."""
 
+import copy
 import csv
 import errno
 import importlib
@@ -315,7 +316,7 @@ def test_graphs_replay_what_eager_code_computes(recompute):
         torch.testing.assert_close(trainer.batch[key], value, rtol=1e-5, atol=1e-5)
 
     before = [parameter.clone() for parameter in trainer.loss_module.parameters()]
-    state = {key: value for key, value in trainer.state_dict().items() if key != "rng"}
+    state = copy.deepcopy(trainer.state_dict())
     trainer.update()
     replayed = [parameter.clone() for parameter in trainer.loss_module.parameters()]
     trainer.load_state_dict(state | {"rng": common.GlobalRNGState().state_dict()})
