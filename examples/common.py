@@ -453,7 +453,10 @@ class Log:
             self.board.close()
             self.file.close()
             (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
-            pictures = plot_returns(self.rows, self.dir, summary["env_id"])
+            pictures = [
+                plot_returns([self.rows], axis, self.dir / f"return_vs_{axis}.png", summary["env_id"])
+                for axis in ("steps", "seconds")
+            ]
         stages = summary["stages"]
         print(stage_table({summary["estimator"]: stages}))
         print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
@@ -473,23 +476,35 @@ def read_progress(path: Path) -> list[dict[str, float]]:
         ]
 
 
-def plot_returns(rows: Sequence[Mapping[str, float]], folder: Path, title: str) -> list[Path]:
-    """Pictures of the mean return against steps and against seconds."""
-    import matplotlib
+def plot_returns(
+    runs: Sequence[Sequence[Mapping[str, float]]],
+    axis: str,
+    path: Path,
+    title: str,
+    target: float | None = None,
+    style: Any = (),
+) -> Path:
+    """A picture of the mean return against `axis`; several runs are thin lines, with their median in bold."""
+    import matplotlib.style
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    paths = []
-    for axis in ("steps", "seconds"):
-        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-        axes.plot([row[axis] for row in rows], [row["mean_return"] for row in rows])
+    lines = [([row[axis] for row in rows], [row["mean_return"] for row in rows]) for rows in runs]
+    width, alpha = (0.8, 0.5) if len(runs) > 1 else (1.5, 1.0)
+    with matplotlib.style.context(style):
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.subplots()
+        for x, y in lines:
+            axes.plot(x, y, "C0", linewidth=width, alpha=alpha)
+        if len(runs) > 1:
+            # As far as all of them go.
+            shared = np.linspace(max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines), 500)
+            axes.plot(shared, np.median([np.interp(shared, x, y) for x, y in lines], 0), "C0", linewidth=2.5)
+        if target is not None:
+            axes.axhline(target, color="C1", linewidth=1, linestyle="--")
         axes.set(title=title, xlabel=axis, ylabel="mean return")
         axes.grid(alpha=0.3)
-        paths.append(folder / f"return_vs_{axis}.png")
-        figure.savefig(paths[-1], dpi=120)
-        plt.close(figure)
-    return paths
+        figure.savefig(path, dpi=120)
+    return path
 
 
 def finished_returns(batch: TensorDictBase) -> list[float]:

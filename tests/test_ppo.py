@@ -234,6 +234,41 @@ def test_run_leaves_log_pictures_and_summary_and_resumes_after_a_kill(tmp_path):
         assert list(tmp_path.glob(pattern))
 
 
+def finished_run(folder, seed, returns, **changes):
+    """A run as the trainers leave it, a row per 100 steps."""
+    folder.mkdir()
+    rows = [f"{100 * i},{value},{value},{i % 3}" for i, value in enumerate(returns, 1)]
+    (folder / "progress.csv").write_text("\n".join(["steps,mean_return,return_100,lag", *rows, ""]))
+    summary = {"env_id": "CartPole-v1", "seed": seed, "sps": 1234.5, "eval_return": 500.0}
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    return str(folder)
+
+
+def test_curves_of_several_seeds(tmp_path, monkeypatch, capsys):
+    runs = [
+        finished_run(tmp_path / "a", 1, ["nan", 100, 480, 90, 490]),
+        finished_run(tmp_path / "b", 2, ["nan", 100, 200]),
+    ]
+    flags = ["--target=475", f"--out={tmp_path / 'curve'}"]
+    monkeypatch.setattr(sys, "argv", ["curves.py", *runs, *flags])
+    runpy.run_path(str(EXAMPLES / "curves.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    # The mean lag leaves out the first row, where no episode had ended.
+    assert "| 1 | 300 | 90 | 490 | 500 | 1,234 | 1.25 |" in printed
+    assert "| 2 | - | - | 200 | 500 | 1,234 | 1.00 |" in printed
+    for theme in ("light", "dark"):
+        assert (tmp_path / f"curve-{theme}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_need_finished_runs_of_one_environment(tmp_path, monkeypatch):
+    runs = [finished_run(tmp_path / name, 1, [20], env_id=name) for name in ("A-v1", "B-v1")]
+    nowhere = str(tmp_path / "nowhere")
+    for args, message in ((runs, "runs of one environment"), ([nowhere], "nowhere is no finished run")):
+        monkeypatch.setattr(sys, "argv", ["curves.py", *args])
+        with pytest.raises(SystemExit, match=f"error: .*{message}"):
+            runpy.run_path(str(EXAMPLES / "curves.py"), run_name="__main__")
+
+
 def test_ctrl_c_saves_and_exits_cleanly(tmp_path):
     flags = ["--total-steps=100000000", "--eval-episodes=1", "--checkpoint-every=1"]
     process = subprocess.Popen(command(tmp_path, *flags), env=environment(), **SILENT)
