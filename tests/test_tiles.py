@@ -33,10 +33,14 @@ def tile(request, kernels, monkeypatch):
     table = launch.tune
 
     def tune(B, T, F, *others):
-        axes = table(B, T, F, *others).axes
+        known = table(B, T, F, *others)
+        axes = known.axes
         groups = B * -(-F // block_n) if axes == "features" else -(-B * F // block_n)
         length = T if blocks is None else blocks * block_t * steps
-        return launch.Geometry(axes, block_n, block_t, steps, 1, groups, -(-T // length), length)
+        return known._replace(
+            block_n=block_n, block_t=block_t, steps=steps, num_warps=1, stages=2,
+            groups=groups, chunks=-(-T // length), length=length,
+        )  # fmt: skip
 
     monkeypatch.setattr(launch, "tune", tune)
 

@@ -9,11 +9,11 @@ from .transition import discounts, next_value, step_value, transition
 
 @triton.jit
 def gae_terms(
-    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
-    g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
+    g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     value = step_value(x.value, strides.value, at, valid, DTYPE)
     v_next = next_value(x, strides, at, T, value, terminated, truncated, cut, DTYPE, DENSE)
     delta = step_value(x.rewards, strides.rewards, at, valid, DTYPE) + scale(g, v_next) - value

@@ -12,13 +12,13 @@ from .transition import discounts, next_value, step_value, transition
 
 @triton.jit
 def lambda_returns_terms(
-    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
-    g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
+    g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)
-    bootstrapped = 1.0 - coefficient(x.lambda_, strides.lambda_, lambda_, at, DTYPE)
+    bootstrapped = 1.0 - coefficient(x.lambda_, strides.lambda_, numbers[1], at, DTYPE)
     v_next = next_value(x, strides, at, T, reward, terminated, truncated, cut, DTYPE, DENSE)
     v_next = scale(tl.where(cut, 1.0, bootstrapped), v_next)
     return reward + scale(g, v_next), decay, (reward,)

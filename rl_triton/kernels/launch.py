@@ -6,6 +6,7 @@ launcher with plain addresses; where its internals are not the known ones, Trito
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -54,7 +55,9 @@ class Geometry(NamedTuple):
     block_n: int
     block_t: int
     steps: int
+    block_a: int
     num_warps: int
+    stages: int
     groups: int
     chunks: int
     length: int
@@ -64,56 +67,54 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _action_block(actions: int) -> int:
-    return min(16, power_of_2(actions))
-
-
 def tune(B: int, T: int, F: int, actions: int) -> Geometry:
-    """The tuning table, measured on an H200 with fp32 GAE; ratios are to a copy of the same bytes."""
+    """The tuning table, measured on an H200 on data outside the cache: NOTES.md has the ratios to a copy."""
     rows = B * F
+    steps = min(4, power_of_2(T))
+    # Blocks that are on their way while one is scanned.
+    stages, block_a = 3, 1
     if F >= 16 or (F > 1 and B == 1):
         axes = "features"
         if T <= 8:
-            block_n, block_t, steps = 128, 1, power_of_2(T)
-        elif rows >= 8192 or T > _ONE_LAUNCH:
-            # 16384 x 128: 1.6.
-            block_n, block_t, steps = 32, 8, 4
+            block_n, block_t = 64, 2
+        elif rows >= 8192:
+            block_n, block_t = 32, 4
+        elif rows >= 2048 or T > _ONE_LAUNCH:
+            block_n, block_t = 16, 8
         else:
-            # 4096 x 128: 2.6 for V-trace. Longer segments gain with fewer inputs, and lose elsewhere.
-            block_n, block_t, steps = 16, 16, 4
+            block_n, block_t, stages = 4, 128, 1
         if actions:
-            block_n, block_t, steps = min(block_n, 16), min(block_t, 4), min(steps, 4)
+            block_n, block_t = 16, 8
         block_n = min(block_n, power_of_2(F))
+        block_t = min(block_t, power_of_2(-(-T // steps)))
         groups = B * -(-F // block_n)
-        threads = block_n * block_t
     else:
-        axes = "time" if F == 1 else "mixed"
         # Four rows of time are one vector of fp32.
-        steps = min(4, power_of_2(T))
-        if rows < 2048:
-            # Few rows: all threads of a program along time. 512 x 4096: 1.3.
-            block_t = 128 if T > _ONE_LAUNCH else 256
-        elif T > 128:
-            # 16384 x 512: 1.07, 4096 x 2048: 1.2.
-            block_t = 64
-        else:
-            # 4096 x 128: 1.25, 16384 x 128: 0.8 (both smaller than the cache).
-            block_t = 8 if rows >= 8192 else 16
+        axes = "time" if F == 1 else "mixed"
         if actions:
-            # A tile holds all actions of its rows. 16384 x 128: 1.5 with 4 actions, 3.0 with 18.
-            block_t = min(block_t if rows < 2048 else 32, 32 if actions <= 4 else 8)
+            threads, block_t = (32, 32) if actions <= 8 else (32, 16) if T <= 128 else (64, 32)
+        elif rows < 2048:
+            threads, block_t = (128, 128) if T <= _ONE_LAUNCH else (64, 64)
+        else:
+            threads, block_t = 64, 16 if T <= 128 else 64
         block_t = min(block_t, power_of_2(-(-T // steps)))
         # Spread few rows over all multiprocessors rather than fill one.
-        block_n = min(max(1, (128 if not actions else 32) // block_t), power_of_2(max(1, rows // 256)))
+        block_n = min(threads // block_t, power_of_2(max(1, rows // 256)))
         groups = -(-rows // block_n)
-        threads = block_n * block_t
+    if actions:
+        # Many actions are reduced eight at a time, without a second tile of them in flight.
+        block_a = min(4 if actions <= 8 else 8, power_of_2(actions))
+        stages = 2 if actions <= 8 and axes != "features" else 1
     block = block_t * steps
     length = T
     if T > _ONE_LAUNCH and groups < 264:
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 512)) // block) * block
+    if length <= block:
+        stages = 1
+    num_warps = max(1, min(16, block_n * block_t // 32))
     return Geometry(
-        axes, block_n, block_t, steps, max(1, min(8, threads // 32)), groups, -(-T // length), length
+        axes, block_n, block_t, steps, block_a, num_warps, stages, groups, -(-T // length), length
     )
 
 
@@ -166,32 +167,24 @@ class Plan:
         phases = (REDUCE, APPLY) if g.chunks > 1 else (WHOLE,)
         self.phases = [
             (
-                *(B, T, F, actions, g.length, g.chunks),
+                *(B, T, F, g.length, g.chunks, actions),
                 spec.terms,
                 spec.emit,
                 spec.looks_ahead,
                 bool(options[0]) if algorithm.name == "affine" else algorithm.name != "traces",
-                int(options[0]) if algorithm.name == "traces" else int(self._even(fields, strides, actions)),
+                int(options[0]) if algorithm.name == "traces" else _vector(fields, strides, actions),
                 tl.float64 if self.compute == torch.float64 else tl.float32,
                 g.axes,
-                (F if g.axes == "features" else T) % 16 == 0,
+                (F if g.axes == "features" else T) % 4 == 0,
                 phase.value,
-                *(g.block_n, g.block_t, g.steps, _action_block(actions)),
+                *(g.block_n, g.block_t, g.steps, g.block_a),
                 power_of_2(max(g.chunks, g.block_t)),
+                # Blocks of doubles might not fit in the shared memory of every GPU.
+                g.stages if self.compute == torch.float32 else 1,
             )
             for phase in phases
         ]
         self.launchers: dict[Any, list[Callable[..., None]]] = {}
-
-    @staticmethod
-    def _even(fields: tuple[str, ...], strides: list[Any], actions: int) -> bool:
-        """Whether the action axis is dense and made of whole blocks, at offsets that are multiples of one."""
-        block = _action_block(actions)
-        return actions > 0 and all(
-            stride is None or (stride[3] == 1 and not any((s or 0) % block for s in (*stride[:3], actions)))
-            for name, stride in zip(fields, strides)
-            if name in PER_ACTION
-        )
 
     def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
         if self.copies:
@@ -313,6 +306,16 @@ def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple
     return lambda stream, arguments: run(*grid, stream, function, metadata, None, None, None, *arguments)
 
 
+def _vector(fields: tuple[str, ...], strides: list[Any], actions: int) -> int:
+    """How many actions, next to each other in memory, begin at multiples of their number: 4, 2 or 1."""
+    sizes = {actions}
+    for name, stride in zip(fields, strides):
+        if name in PER_ACTION and stride is not None:
+            *outer, _, inner = stride
+            sizes |= {size for size in outer if size} | ({1} if inner != 1 else set())
+    return math.gcd(4, *sizes) if actions else 0
+
+
 def _merged(layout: Layout) -> tuple[int, int, int]:
     """The sizes of the axes before time, of time, and of the axes after it."""
     before = after = 1
@@ -333,9 +336,12 @@ def _expanded(name: str, value: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def _strides(name: str, value: Tensor, layout: Layout) -> tuple[int | None, ...] | None:
-    """Strides over (B, T, F), None on axes that are absent or repeated; None if an axis has no one stride."""
+    """Strides over (B, T, F), None on axes that are absent or repeated; None in all if one axis has several.
+
+    Behind them: 1 if every stride but one of 1 is a multiple of 4, else None; then the stride over actions.
+    """
     if name in COEFFICIENTS and value.dim() == 0:
-        return None, None, None
+        return None, None, None, None
     value = value.expand(_expanded(name, value, layout))
     sizes, strides = list(value.shape), list(value.stride())
     actions = ()
@@ -359,4 +365,6 @@ def _strides(name: str, value: Tensor, layout: Layout) -> tuple[int | None, ...]
                 stride = strides[axis]
             size *= sizes[axis]
         merged.append(stride or None)
-    return (*merged, *actions)
+    # Only a compiler knows a 1 from other numbers.
+    aligned = not interpreted and not any(stride % 4 for stride in merged if stride not in (None, 1))
+    return (*merged, 1 if aligned else None, *actions)

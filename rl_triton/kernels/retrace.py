@@ -12,8 +12,8 @@ from .transition import ahead_of, clipped, discounts, is_valid, log_ratio, step_
 
 @triton.jit
 def retrace_log_terms(
-    x, strides, at, T, A, gamma, lambda_, c_bar, rho_bar, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
     expected = load(x.expected_next_q_values, strides.expected_next_q_values, at, DTYPE)
@@ -22,18 +22,17 @@ def retrace_log_terms(
     on = beyond(at, T, DENSE)
     following = next_rows(ratio, log_ratio(x, strides, on, is_valid(x, strides, on), DTYPE), at, DENSE)
     return corrected(
-        x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
-        DTYPE, DENSE,
-    )  # fmt: skip
+        x, strides, at, T, numbers, terminated, cut, valid, expected, ratio, following, DTYPE, DENSE
+    )
 
 
 @triton.jit
 def retrace_terms(
-    x, strides, at, T, A, gamma, lambda_, c_bar, rho_bar, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     terminated, truncated, cut, valid = transition(x, strides, at, T)
-    expected = expectation(x, strides, at, A, terminated, cut, OPTION, DTYPE, BLOCK_A)
+    expected = expectation(x, strides, at, terminated, cut, A, OPTION, DTYPE, BLOCK_A)
     ratio = probability_ratio(x, strides, at, valid, DTYPE)
     on = beyond(at, T, DENSE)
     needed = is_valid(x, strides, on)
@@ -43,17 +42,17 @@ def retrace_terms(
     following = probability_ratio(x, strides, on, needed, DTYPE)
     following = next_rows(ratio, following, at, DENSE)
     return corrected(
-        x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
-        DTYPE, DENSE,
-    )  # fmt: skip
+        x, strides, at, T, numbers, terminated, cut, valid, expected, ratio, following, DTYPE, DENSE
+    )
 
 
 @triton.jit
 def corrected(
-    x, strides, at, T, gamma, lambda_, terminated, cut, valid, expected, ratio, following, c_bar, rho_bar,
+    x, strides, at, T, numbers, terminated, cut, valid, expected, ratio, following,
     DTYPE: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
+    _, _, c_bar, rho_bar, _ = numbers
+    g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)
     q = step_value(x.q_values, strides.q_values, at, valid, DTYPE)
     a = reward + scale(g, expected) - q
@@ -68,7 +67,7 @@ def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
     offset, mask = locate(strides.actions, at)
     action = tl.load(x.actions + offset, mask=mask & needed, other=0).to(tl.int64)
     offset, mask = locate(strides.action_probs_target, at)
-    offset = offset + action * strides.action_probs_target[3]
+    offset = offset + action * strides.action_probs_target[4]
     pi = tl.load(x.action_probs_target + offset, mask=mask & needed, other=0).to(DTYPE)
     mu = load(x.action_probs_behavior, strides.action_probs_behavior, at, DTYPE)
     return tl.where(needed, pi / tl.where(needed, mu, 1.0), 1.0)
@@ -76,8 +75,9 @@ def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
 
 @triton.jit
 def expectation(
-    x, strides, at, A, terminated, cut, EVEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr
-):
+    x, strides, at, terminated, cut,
+    A: tl.constexpr, VECTOR: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr,
+):  # fmt: skip
     """`sum_a pi(a|s') Q(s', a)`, BLOCK_A actions at a time; a zero probability selects."""
     b, f, t, in_rows, in_time = at
     if x.next_action_probs_target is None:
@@ -89,28 +89,23 @@ def expectation(
         at_p = at
         p_ptr = x.next_action_probs_target
         p_stride = strides.next_action_probs_target
-    needed = in_rows & in_time & (terminated == 0)
-    total = tl.zeros(needed.shape, DTYPE)
-    for start in range(0, A, BLOCK_A):
-        p = load_actions(p_ptr, p_stride, at_p, needed, start, A, EVEN, DTYPE, BLOCK_A)
-        q = load_actions(
-            x.next_q_values_all, strides.next_q_values_all, at, needed, start, A, EVEN, DTYPE, BLOCK_A
-        )
-        total += tl.sum(scale(p, q), axis=2)
-    return total
+    needed = (in_rows & in_time & (terminated == 0))[:, :, None]
+    products = tl.zeros([needed.shape[0], needed.shape[1], BLOCK_A], DTYPE)
+    for start in tl.static_range(0, A, BLOCK_A):
+        action = start + tl.arange(0, BLOCK_A)[None, None, :]
+        # Masks change every VECTOR elements at most.
+        mask = needed & (action // VECTOR < A // VECTOR)
+        p = tl.load(p_ptr + action_offset(p_stride, at_p, action, VECTOR), mask=mask, other=0).to(DTYPE)
+        q_offset = action_offset(strides.next_q_values_all, at, action, VECTOR)
+        products += scale(p, tl.load(x.next_q_values_all + q_offset, mask=mask, other=0).to(DTYPE))
+    return tl.sum(products, axis=2)
 
 
 @triton.jit
-def load_actions(
-    ptr, stride, at, needed, start, A, EVEN: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr
-):
-    """BLOCK_A actions of each position, on a third axis."""
+def action_offset(stride, at, action, VECTOR: tl.constexpr):
+    """Offsets on a third axis; what is a multiple of VECTOR is shown to the compiler as one."""
     offset, _ = locate(stride, at)
-    offset = tl.broadcast_to(offset, needed.shape)[:, :, None]
-    mask = needed[:, :, None]
-    action = start + tl.arange(0, BLOCK_A)[None, None, :]
-    if EVEN:
-        # All actions are there, in whole vectors: the division says so to the compiler.
-        return tl.load(ptr + (offset // BLOCK_A * BLOCK_A + action), mask=mask, other=0).to(DTYPE)
-    else:
-        return tl.load(ptr + (offset + action * stride[3]), mask=mask & (action < A), other=0).to(DTYPE)
+    offset = offset[:, :, None]
+    if VECTOR > 1:
+        offset = offset // VECTOR * VECTOR
+    return offset + action * stride[4]

@@ -7,10 +7,10 @@ rows (pairs of b and f) and goes through time in blocks of BLOCK_T segments of S
 2. an associative scan over the segments, the columns of the tile, gives the state that enters each;
 3. the rows take that state and are written.
 
-With time innermost a block is loaded whole, vectors along time, and a segment is what one thread holds. With
-features innermost the rows of a segment are loaded one by one, vectors along features. PHASE splits long time
-axes over programs: REDUCE stores each chunk's map from entering to leaving state, APPLY composes the maps of
-the chunks before its own.
+A block is loaded whole, as vectors along whichever axis is innermost, and the next ones are on their way
+while it is scanned (STAGES). With time innermost a segment is what one thread has loaded; with features
+innermost `a` and `b` change threads on the way to the scan. PHASE splits long time axes over programs: REDUCE
+stores each chunk's map from entering to leaving state, APPLY composes the maps of the chunks before its own.
 
 An algorithm gives TERMS, which loads rows and returns `a`, `b` and whatever its outputs need later, and EMIT,
 which writes the outputs. Both see a position as `at = (b, f, t, in_rows, in_time)`.
@@ -43,20 +43,29 @@ def combine(a1, b1, a2, b2):
 
 
 @triton.jit
+def multiple(stride, aligned):
+    """A stride. One of an aligned tensor is 1 or a multiple of 4, which the division tells the compiler."""
+    if aligned is None or isinstance(stride, int):
+        return stride
+    else:
+        return stride // 4 * 4
+
+
+@triton.jit
 def locate(stride, at):
     """Offset and mask of a position. A stride of None is an axis that the tensor does not have or repeats."""
     b, f, t, in_rows, in_time = at
     offset = tl.zeros([1, 1], tl.int64)
     mask = tl.full([1, 1], 1, tl.int1)
     if stride[0] is not None:
-        offset += b * stride[0]
+        offset += b * multiple(stride[0], stride[3])
     if stride[2] is not None:
-        offset += f * stride[2]
+        offset += f * multiple(stride[2], stride[3])
     if (stride[0] is not None) or (stride[2] is not None):
         mask = mask & in_rows
     if stride[1] is not None:
         # The row's address first: a run of time steps then stays visible as contiguous.
-        offset = offset + t.to(tl.int64) * stride[1]
+        offset = offset + t.to(tl.int64) * multiple(stride[1], stride[3])
         mask = mask & in_time
     return offset, mask
 
@@ -66,13 +75,6 @@ def load(ptr, stride, at, DTYPE: tl.constexpr):
     """A per-step value in the compute dtype, 0 outside."""
     offset, mask = locate(stride, at)
     return tl.load(ptr + offset, mask=mask, other=0).to(DTYPE)
-
-
-@triton.jit
-def load_where(condition, ptr, stride, at, DTYPE: tl.constexpr):
-    """A per-step value where it is needed, 0 elsewhere: memory that nobody reads is not fetched."""
-    offset, mask = locate(stride, at)
-    return tl.load(ptr + offset, mask=mask & condition, other=0).to(DTYPE)
 
 
 @triton.jit
@@ -225,7 +227,7 @@ def scan_columns(a, b, carry, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
         return after, after, b
 
 
-@triton.jit(do_not_specialize=["B", "T", "F", "A", "length", "chunks"])
+@triton.jit(do_not_specialize=["B", "T", "F", "length", "chunks"])
 def scan_kernel(
     x,
     strides,
@@ -242,9 +244,9 @@ def scan_kernel(
     B,
     T,
     F,
-    A,
     length,
     chunks,
+    A: tl.constexpr,
     TERMS: tl.constexpr,
     EMIT: tl.constexpr,
     LOOKS_AHEAD: tl.constexpr,
@@ -259,13 +261,14 @@ def scan_kernel(
     STEPS: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    # Lets the compiler see that masks change every 4 elements at most, so that loads stay vectors.
     if ALIGNED:
-        # Lets the compiler see that masks change every 16 elements at most, so that loads stay vectors.
         if AXES == "features":
-            F = F // 16 * 16
+            F = F // 4 * 4
         else:
-            T = T // 16 * 16
+            T = T // 4 * 4
     chunk = tl.program_id(0) % chunks
     group = (tl.program_id(0) // chunks).to(tl.int64)
     lane = tl.arange(0, BLOCK_N)[:, None]
@@ -285,11 +288,9 @@ def scan_kernel(
         f = row % F
         in_rows = b < B
     LAST: tl.constexpr = BLOCK_T - 1
-    # A dense tile is loaded whole, with the rows of a segment side by side in one thread.
-    DENSE: tl.constexpr = 0 if AXES == "features" else STEPS
+    # With time innermost, the rows of a segment are a vector, side by side in one thread.
+    DENSE: tl.constexpr = 1 if AXES == "features" else STEPS
     EXCLUSIVE: tl.constexpr = (PHASE != REDUCE) and (LOOKS_AHEAD or STEPS > 1)
-    # Columns go in scan order, so that every scan is a forward one.
-    order = LAST - column if REVERSE else column
 
     zeros = tl.zeros([BLOCK_N, 1], DTYPE)
     carry = zeros
@@ -318,43 +319,25 @@ def scan_kernel(
     per_chunk = tl.cdiv(length, BLOCK_T * STEPS)
     first = chunk.to(T.dtype) * per_chunk
     blocks = tl.minimum(per_chunk, tl.cdiv(T, BLOCK_T * STEPS) - first)
-    for block in range(blocks):
+    for block in tl.range(blocks, num_stages=STAGES):
         index = first + (blocks - 1 - block if REVERSE else block)
-        segment = index * (BLOCK_T * STEPS) + order * STEPS
-        if DENSE:
-            i = tl.arange(0, BLOCK_T * STEPS)[None, :]
-            within = LAST - i // STEPS if REVERSE else i // STEPS
-            t = index * (BLOCK_T * STEPS) + within * STEPS + i % STEPS
-            at = (b, f, t, in_rows, t < T)
-            a_t, b_t, kept = TERMS(
-                x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-                OPTION, DTYPE, BLOCK_A, DENSE,
-            )  # fmt: skip
-            a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
-            a_rows = turned(split_rows(a_t, STEPS), REVERSE, STEPS)
-            b_rows = turned(split_rows(b_t, STEPS), REVERSE, STEPS)
+        # Segments go in scan order, so that every scan is a forward one; the rows of one in time order.
+        i = tl.arange(0, BLOCK_T * STEPS)[None, :]
+        segment = LAST - i // STEPS if REVERSE else i // STEPS
+        t = index * (BLOCK_T * STEPS) + segment * STEPS + i % STEPS
+        at = (b, f, t, in_rows, t < T)
+        a_t, b_t, kept = TERMS(
+            x, strides, at, T, (gamma, lambda_, bound_0, bound_1, bound_2), A, OPTION, DTYPE, BLOCK_A, DENSE
+        )
+        a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
+        a_rows = turned(split_rows(a_t, STEPS), REVERSE, STEPS)
+        b_rows = turned(split_rows(b_t, STEPS), REVERSE, STEPS)
 
-        seg_a = tl.zeros([BLOCK_N, BLOCK_T], DTYPE)
-        seg_b = seg_a + 1.0
-        walked = ()
-        for step in tl.static_range(STEPS):
-            if DENSE:
-                a_t = a_rows[step]
-                b_t = b_rows[step]
-            else:
-                t = segment + (STEPS - 1 - step if REVERSE else step)
-                at = (b, f, t, in_rows, t < T)
-                a_t, b_t, kept = TERMS(
-                    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-                    OPTION, DTYPE, BLOCK_A, DENSE,
-                )  # fmt: skip
-                a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
-            if step == 0:
-                seg_a = a_t
-                seg_b = b_t
-            else:
-                seg_a, seg_b = combine(seg_a, seg_b, a_t, b_t)
-            walked = walked + ((seg_a, seg_b, kept),)
+        seg_a, seg_b = a_rows[0], b_rows[0]
+        walked = ((seg_a, seg_b),)
+        for step in tl.static_range(1, STEPS):
+            seg_a, seg_b = combine(seg_a, seg_b, a_rows[step], b_rows[step])
+            walked = walked + ((seg_a, seg_b),)
 
         after, entering, factors = scan_columns(seg_a, seg_b, carry, EXCLUSIVE, BLOCK_T)
         carry = edge(after, column, LAST)
@@ -368,17 +351,13 @@ def scan_kernel(
                 y = after
                 if STEPS > 1:
                     y = walked[step][0] + carried(walked[step][1], entering)
-                if not DENSE:
-                    t = segment + (STEPS - 1 - step if REVERSE else step)
-                    EMIT(outputs, out_stride, (b, f, t, in_rows, t < T), y, ahead, walked[step][2])
                 ys = ys + (y,)
                 aheads = aheads + (ahead,)
                 ahead = y
-            if DENSE:
-                y = join_rows(turned(ys, REVERSE, STEPS), STEPS)
-                if LOOKS_AHEAD:
-                    ahead = join_rows(turned(aheads, REVERSE, STEPS), STEPS)
-                EMIT(outputs, out_stride, at, y, ahead, kept)
+            y = join_rows(turned(ys, REVERSE, STEPS), STEPS)
+            if LOOKS_AHEAD:
+                ahead = join_rows(turned(aheads, REVERSE, STEPS), STEPS)
+            EMIT(outputs, out_stride, at, y, ahead, kept)
 
     if PHASE == REDUCE:
         place = (b * F + f) * chunks + chunk

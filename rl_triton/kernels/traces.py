@@ -14,8 +14,8 @@ STARTS_AT = tl.constexpr(1)
 
 @triton.jit
 def traces_terms(
-    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     b, f, t, in_rows, in_time = at
     before = shifted(at, T, -1)
@@ -30,16 +30,16 @@ def traces_terms(
         cut = cut | (valid == 0) | ((flag(x.valid, strides.valid, before) == 0) & (t > 0))
     # A seed enters row 0 with that row's own decay.
     decays_at = (b, f, tl.maximum(t - 1, 0), in_rows, in_time)
-    g = coefficient(x.gamma, strides.gamma, gamma, decays_at, DTYPE)
-    decay = g * coefficient(x.lambda_, strides.lambda_, lambda_, decays_at, DTYPE)
+    g = coefficient(x.gamma, strides.gamma, numbers[0], decays_at, DTYPE)
+    decay = g * coefficient(x.lambda_, strides.lambda_, numbers[1], decays_at, DTYPE)
     value = step_value(x[0], strides[0], at, valid, DTYPE)
     return value, tl.where(cut, 0.0, decay), (value,)
 
 
 @triton.jit
 def affine_terms(
-    x, strides, at, T, A, gamma, lambda_, bound_0, bound_1, bound_2,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     """The bare scan: `a` and `b` as given."""
     a = load(x.a, strides.a, at, DTYPE)

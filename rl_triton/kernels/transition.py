@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import coefficient, flag, load, load_next, load_where, scale, shifted, store
+from .tile import coefficient, flag, load, load_next, scale, shifted, store
 
 
 @triton.jit
@@ -38,10 +38,10 @@ def step_value(ptr, stride, at, valid, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE: tl.constexpr):
+def discounts(x, strides, at, numbers, terminated, cut, DTYPE: tl.constexpr):
     """(gamma where a next value counts, gamma * lambda where the trace goes on)."""
-    g = coefficient(x.gamma, strides.gamma, gamma, at, DTYPE)
-    decay = g * coefficient(x.lambda_, strides.lambda_, lambda_, at, DTYPE)
+    g = coefficient(x.gamma, strides.gamma, numbers[0], at, DTYPE)
+    decay = g * coefficient(x.lambda_, strides.lambda_, numbers[1], at, DTYPE)
     return tl.where(terminated, 0.0, g), tl.where(cut, 0.0, decay)
 
 
@@ -59,11 +59,8 @@ def next_value(x, strides, at, T, own, terminated, truncated, cut, DTYPE: tl.con
         if x.next_values is not None:
             needed = (cut & (last == 0)) | (last & truncated)
         needed = needed & (terminated == 0)
-        if DENSE:
-            bootstrap = load_where(needed, x.bootstrap_values, strides.bootstrap_values, at, DTYPE)
-        else:
-            # Row by row, waiting for the flags first costs more than the bytes.
-            bootstrap = load(x.bootstrap_values, strides.bootstrap_values, at, DTYPE)
+        # Read whether needed or not: to wait for the flags first costs more than the bytes.
+        bootstrap = load(x.bootstrap_values, strides.bootstrap_values, at, DTYPE)
         value = tl.where(needed, bootstrap, value)
     if x.last_value is not None:
         needed = last

@@ -9,11 +9,12 @@ from .transition import ahead_of, clipped, discounts, log_ratio, next_value, ste
 
 @triton.jit
 def vtrace_terms(
-    x, strides, at, T, A, gamma, lambda_, rho_bar, c_bar, rho_pg_bar,
-    OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
+    x, strides, at, T, numbers,
+    A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
+    _, _, rho_bar, c_bar, rho_pg_bar = numbers
     terminated, truncated, cut, valid = transition(x, strides, at, T)
-    g, decay = discounts(x, strides, at, gamma, lambda_, terminated, cut, DTYPE)
+    g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     ratio = log_ratio(x, strides, at, valid, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)
     value = step_value(x.value, strides.value, at, valid, DTYPE)
