@@ -42,7 +42,9 @@ def make_vector_env(
             return gym.make_vec(env_id, num_envs, device=device, autoreset_mode=mode)
         if env_id.startswith("ALE/"):
             gym.register_envs(importlib.import_module("ale_py"))
-            return gym.make_vec(env_id, num_envs, autoreset_mode=mode, reward_clipping=False)
+            # The trainer clips, and reports the whole score. One thread: actors are what runs in parallel.
+            kwargs = {"reward_clipping": False, "num_threads": 1}
+            return gym.make_vec(env_id, num_envs, autoreset_mode=mode, **kwargs)
         kwargs = {"autoreset_mode": mode}
         return gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=kwargs)
     except (gym.error.Error, ImportError) as error:
@@ -235,21 +237,25 @@ def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class ResidualCNN(nn.Module):
-    """IMPALA's deep network: three times a convolution, a pooling and two residual units; 256 features."""
+class ImpalaCNN(nn.Module):
+    """IMPALA's networks for images: two convolutions, or residual units; 256 features."""
 
     features = 256
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], depth: Literal["shallow", "deep"]) -> None:
         super().__init__()
-        channels, *size = shape
+        channels = shape[0]
         layers: list[nn.Module] = []
-        for width in (16, 32, 32):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
-            layers += [ResidualUnit(width), ResidualUnit(width)]
-            channels, size = width, [(side + 1) // 2 for side in size]
-        layers += [nn.ReLU(), nn.Flatten(), nn.Linear(channels * math.prod(size), self.features), nn.ReLU()]
-        self.layers = nn.Sequential(*layers)
+        if depth == "shallow":
+            layers += [nn.Conv2d(channels, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2)]
+        else:
+            for width in (16, 32, 32):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
+                layers += [ResidualUnit(width), ResidualUnit(width)]
+                channels = width
+        layers += [nn.ReLU(), nn.Flatten()]
+        size = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
+        self.layers = nn.Sequential(*layers, nn.Linear(size, self.features), nn.ReLU())
 
     def forward(self, images: Tensor) -> Tensor:
         *lead, channels, height, width = images.shape

@@ -140,8 +140,9 @@ def test_learning_rate_and_entropy_bonus_anneal(optimizer):
     assert any(not torch.equal(p, b) for p, b in zip(learner.loss_module.parameters(), before, strict=True))
 
 
-def test_images_go_through_the_residual_network():
-    network = parts.ResidualCNN((4, 84, 84))
+@pytest.mark.parametrize("depth", ["shallow", "deep"])
+def test_images_go_through_either_network(depth):
+    network = parts.ImpalaCNN((4, 84, 84), depth)
     images = torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8)
     features = network(images)
     assert features.shape == (2, 3, network.features)
