@@ -183,10 +183,12 @@ def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     zero = torch.zeros_like(b[:1])
     b_shifted = torch.cat([zero, b[:-1]] if reverse else [b[1:], zero])
     g = torch.ops.rl_triton.affine_scan(grad, b_shifted, None, not reverse)
-    edge = zero if init is None else init.unsqueeze(0)
-    neighbour = torch.cat([y[1:], edge] if reverse else [edge, y[:-1]])
-    # A zero coefficient has not read its neighbour: what is not finite there stays out of its gradient.
-    db = g * torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
+    db = None
+    if ctx.needs_input_grad[1]:
+        edge = zero if init is None else init.unsqueeze(0)
+        neighbour = torch.cat([y[1:], edge] if reverse else [edge, y[:-1]])
+        # A zero coefficient has not read its neighbour: what is not finite there stays out of its gradient.
+        db = g * torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
     first = -1 if reverse else 0
     dinit = None if init is None else torch.where(b[first] == 0, 0, g[first] * b[first])
     return g, db, dinit, None
