@@ -17,7 +17,7 @@ from torch import Tensor
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
 from ._layout import COEFFICIENTS, Layout, resolve, time_first
-from .scan import doubling_scan
+from .scan import doubling_scan, join, time_innermost
 
 Outputs = tuple[Tensor, ...]
 
@@ -162,13 +162,26 @@ _library.define(
 
 def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     if a.numel() == 0:
-        return torch.empty_like(a, memory_format=torch.contiguous_format)
-    if kernel_serves(a.device):
-        return run(AFFINE, (a, b, init), 0, (), (reverse,))[0]
-    return doubling_scan(a, b, init, reverse)
+        return a.new_empty(a.shape)
+    if not kernel_serves(a.device):
+        return doubling_scan(a, b, init, reverse)
+    if time_innermost(a):
+        x = (a.movedim(0, -1), b.movedim(0, -1), init)
+        return run(AFFINE, x, -1, (), (reverse,))[0].movedim(-1, 0)
+    return run(AFFINE, (a, b, init), 0, (), (reverse,))[0]
+
+
+def _scan_in_order(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    """The scan, its result in the memory order of `a`, which is what a compiler counts on."""
+    y = _scan(a, b, init, reverse)
+    like = _scan_fake(a, b, init, reverse)
+    return y if y.stride() == like.stride() else like.copy_(y)
 
 
 def _scan_fake(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    if time_innermost(a):
+        *batch, T = a.movedim(0, -1).shape
+        return a.new_empty(*batch, T).movedim(-1, 0)
     return a.new_empty(a.shape)
 
 
@@ -181,12 +194,12 @@ def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     b, init, y = ctx.saved_tensors
     reverse = ctx.reverse
     zero = torch.zeros_like(b[:1])
-    b_shifted = torch.cat([zero, b[:-1]] if reverse else [b[1:], zero])
+    b_shifted = join(b, [zero, b[:-1]] if reverse else [b[1:], zero])
     g = torch.ops.rl_triton.affine_scan(grad, b_shifted, None, not reverse)
     db = None
     if ctx.needs_input_grad[1]:
         edge = zero if init is None else init.unsqueeze(0)
-        neighbour = torch.cat([y[1:], edge] if reverse else [edge, y[:-1]])
+        neighbour = join(y, [y[1:], edge] if reverse else [edge, y[:-1]])
         # A zero coefficient has not read its neighbour: what is not finite there stays out of its gradient.
         db = g * torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
     first = -1 if reverse else 0
@@ -246,7 +259,10 @@ def _fused_fake(
     return [x[0].new_empty(layout.shape, dtype=layout.dtype) for _ in range(count)]
 
 
-for _name, _implementation, _fake in (("affine_scan", _scan, _scan_fake), ("fused", _fused, _fused_fake)):
+for _name, _implementation, _fake in (
+    ("affine_scan", _scan_in_order, _scan_fake),
+    ("fused", _fused, _fused_fake),
+):
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rl_triton::{_name}", _fake, lib=_library)
 torch.library.register_autograd(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._layout import COEFFICIENTS, EDGES, FLAGS, PER_ACTION
+from .scan import join
 
 
 class Scan(NamedTuple):
@@ -57,7 +58,7 @@ def rows(x: Any) -> Rows:
         terminated = terminated | invalid
         cut = cut | invalid | _next(invalid)
     last = torch.ones_like(cut[:1])
-    return Rows(terminated, truncated, torch.cat([cut[:-1], last]))
+    return Rows(terminated, truncated, join(cut, [cut[:-1], last]))
 
 
 def readable(x: Any, *coefficients: Tensor | float) -> Any:
@@ -98,14 +99,16 @@ def next_value(x: Any, at: Rows) -> Tensor:
     edge, bootstrap, given = x.last_value, x.bootstrap_values, x.next_values
     if given is not None and bootstrap is None and edge is None:
         return torch.where(at.terminated, 0, given)
-    fallback = torch.zeros_like(x.rewards) if given is None else given
-    at_cut = fallback if bootstrap is None else bootstrap
+    if bootstrap is not None:
+        at_cut = bootstrap
+    else:
+        at_cut = torch.zeros_like(x.rewards) if given is None else given
     last = at_cut[-1]
     if edge is not None:
         last = edge if bootstrap is None else torch.where(at.truncated[-1], last, edge)
     elif given is not None:
         last = torch.where(at.truncated[-1], last, given[-1])
-    at_cut = torch.cat([at_cut[:-1], last.unsqueeze(0)])
+    at_cut = join(at_cut, [at_cut[:-1], last.unsqueeze(0)])
     if given is None:
         given = 0 if x.values is None else _next(x.values)
     return torch.where(at.terminated, 0, torch.where(at.cut, at_cut, given))
@@ -181,7 +184,7 @@ def traces(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan
     step = x[0]
     cut = x.dones if starts_at else _previous(x.dones, x.seed_values is None)
     if starts_at and x.seed_values is None:
-        cut = torch.cat([torch.ones_like(cut[:1]), cut[1:]])
+        cut = join(cut, [torch.ones_like(cut[:1]), cut[1:]])
     if x.valid is not None:
         cut = cut | ~x.valid | ~_previous(x.valid, True)
     x = x._replace(gamma=_previous_coefficient(x.gamma), lambda_=_previous_coefficient(x.lambda_))
@@ -193,7 +196,7 @@ def affine(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Scan
     b = x.b
     if x.init is None:
         # Nothing enters the first row.
-        b = torch.cat([b[:-1], torch.zeros_like(b[:1])] if reverse else [torch.zeros_like(b[:1]), b[1:]])
+        b = join(b, [b[:-1], torch.zeros_like(b[:1])] if reverse else [torch.zeros_like(b[:1]), b[1:]])
     return Scan(x.a, b, lambda y: (y,), init=x.init, reverse=reverse)
 
 
@@ -232,14 +235,14 @@ def _clipped_ratio(pi: Tensor, mu: Tensor, bound: float) -> Tensor:
 
 def _next(x: Tensor) -> Tensor:
     """Row t+1 at row t; the last row, which is always cut, repeats itself."""
-    return torch.cat([x[1:], x[-1:]])
+    return join(x, [x[1:], x[-1:]])
 
 
 def _previous(x: Tensor, first: bool) -> Tensor:
-    return torch.cat([torch.full_like(x[:1], first), x[:-1]])
+    return join(x, [torch.full_like(x[:1], first), x[:-1]])
 
 
 def _previous_coefficient(c: Tensor | float) -> Tensor | float:
     if not isinstance(c, Tensor) or c.dim() == 0:
         return c
-    return torch.cat([c[:1], c[:-1]])
+    return join(c, [c[:1], c[:-1]])

@@ -44,6 +44,12 @@ def test_gradients_are_those_of_the_loop(path, device, name, given, time_dim):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_large_rollouts_keep_their_memory_order(path, device, name, given, monkeypatch):
+    monkeypatch.setattr("rl_triton.scan._SMALL", 0)
+    test_gradients_are_those_of_the_loop(path, device, name, given, time_dim=-1)
+
+
 @pytest.mark.parametrize("form", [(), (3, 1), (1, 9), (3, 9)], ids=["0-d", "per env", "per step", "full"])
 def test_gradients_to_every_form_of_gamma(path, device, form):
     kwargs = problem("compute_gae", T=9, device=device)
