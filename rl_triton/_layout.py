@@ -38,18 +38,6 @@ class Layout(NamedTuple):
     compute: torch.dtype
 
     @property
-    def front(self) -> tuple[int, ...]:
-        """The permutation that brings time to axis 0."""
-        at = self.time_dim
-        return (at, *range(at), *range(at + 1, len(self.shape)))
-
-    @property
-    def back(self) -> tuple[int, ...]:
-        """The permutation that brings axis 0 to time."""
-        at = self.time_dim
-        return (*range(1, at + 1), 0, *range(at + 1, len(self.shape)))
-
-    @property
     def batch_shape(self) -> tuple[int, ...]:
         return self.shape[: self.time_dim] + self.shape[self.time_dim + 1 :]
 
@@ -144,9 +132,7 @@ def time_first(name: str, value: Any, layout: Layout) -> Any:
     shape = layout.shape + value.shape[-1:] if name in PER_ACTION else layout.shape
     if value.shape != shape:
         value = value.expand(shape)
-    if layout.time_dim == 0:
-        return value
-    return value.permute(*layout.front, -1) if name in PER_ACTION else value.permute(layout.front)
+    return value.movedim(layout.time_dim, 0) if layout.time_dim else value
 
 
 def _size(value: Tensor) -> str:

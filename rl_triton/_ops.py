@@ -124,16 +124,25 @@ class Formulas:
             nothing = sum(v.sum() * 0 for v in x if isinstance(v, Tensor) and v.requires_grad)
             empty = x[0].new_empty(layout.shape, dtype=layout.dtype)
             return tuple(empty + nothing for _ in range(algorithm.outputs(self.options)))
-        inputs = algorithm.inputs
-        steps = inputs._make(time_first(name, value, layout) for name, value in zip(inputs._fields, x))
-        scan = algorithm.stage(steps, scalars, self.options)
         seen = torch.compiler.is_compiling() or _innermost_transform() is not None
+        inputs = algorithm.inputs
+        steps = inputs._make([time_first(name, value, layout) for name, value in zip(inputs._fields, x)])
+        if "gamma" in inputs._fields and not seen:
+            steps = steps._replace(gamma=_number(steps.gamma), lambda_=_number(steps.lambda_))
+        scan = algorithm.stage(steps, scalars, self.options)
         if seen or _needs_grad((scan.a, scan.b, scan.init)):
             y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
         else:
             y = _scan(scan.a, scan.b, scan.init, scan.reverse)
-        outputs = (output.permute(layout.back).contiguous() for output in scan.outputs(y))
+        outputs = (output.movedim(0, layout.time_dim).contiguous() for output in scan.outputs(y))
         return tuple(y if y.dtype == layout.dtype else y.to(layout.dtype) for y in outputs)
+
+
+def _number(coefficient: Any) -> Any:
+    """A coefficient that a module holds as a tensor on the CPU, as the number it is."""
+    if isinstance(coefficient, Tensor) and coefficient.dim() == 0 and coefficient.device.type == "cpu":
+        return coefficient if coefficient.requires_grad else coefficient.item()
+    return coefficient
 
 
 def _traced(

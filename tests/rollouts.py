@@ -28,13 +28,18 @@ class ForbidSync(TorchDispatchMode):
     """Fails on the CPU too where a CUDA tensor would make the host wait, or needs a list from the host."""
 
     def __enter__(self):
-        # On the CPU alone the scan looks at its result, which costs nothing there.
-        self.scan = mock.patch("rl_triton._ops.doubling_scan", partial(scan._scan, select=True))
-        self.scan.start()
+        # On the CPU alone the scan looks at its result and at coefficients, which costs nothing there.
+        self.looks = (
+            mock.patch("rl_triton._ops.doubling_scan", partial(scan._scan, select=True)),
+            mock.patch("rl_triton._ops._number", lambda coefficient: coefficient),
+        )
+        for look in self.looks:
+            look.start()
         return super().__enter__()
 
     def __exit__(self, *exc_info):
-        self.scan.stop()
+        for look in self.looks:
+            look.stop()
         return super().__exit__(*exc_info)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
