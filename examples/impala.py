@@ -97,6 +97,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "device": "auto",
         "num_actors": 4,
         "num_steps": 20,
+        "rollouts": 2,
         "optimizer": "rmsprop",
         "learning_rate": 6e-4,
         "clip_rewards": True,
