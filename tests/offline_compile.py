@@ -12,13 +12,17 @@ import rl_triton
 from rl_triton import _ops
 from rl_triton.kernels import launch
 
-# Every tile: time innermost, batch innermost, both, and a time axis that is split over programs.
+# Every tile: time innermost, batch innermost, both, a time axis that is split over programs, and pipelines.
 SHAPES = {
     "time": {"batch": (64,), "T": 128},
     "features": {"batch": (64,), "T": 128, "time_dim": 0},
     "mixed": {"batch": (8, 3), "T": 20, "time_dim": 1},
     "split": {"batch": (1,), "T": 8192},
+    "blocks in flight, time": {"batch": (2048,), "T": 512},
+    "blocks in flight, features": {"batch": (8192,), "T": 64, "time_dim": 0},
 }
+# Bytes of shared memory that a program has on the most frugal of the targets.
+LEAST_SHARED = 64 * 1024
 
 
 class Driver:
@@ -37,13 +41,13 @@ class Driver:
         return 0
 
 
-def compile_instead_of_launching(binaries):
+def compile_instead_of_launching(kernels):
     def compile_only(self, x, scalars):
         outputs = tuple(torch.empty(self.shape, dtype=self.dtype) for _ in range(self.outputs))
         arguments = self.tensor_arguments(x, outputs, scalars)
         for constants in self.phases:
             kernel = launch.scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options)
-            binaries.append(kernel.asm)
+            kernels.append(kernel)
         return outputs
 
     launch.Plan.__call__ = compile_only
@@ -55,8 +59,8 @@ def main(backend, arch):
     target = GPUTarget(backend, int(arch) if cuda else arch, 32 if cuda else 64)
     driver: Any = Driver(target)
     triton.runtime.driver.set_active(driver)
-    binaries = []
-    compile_instead_of_launching(binaries)
+    kernels = []
+    compile_instead_of_launching(kernels)
     problems: list[Any] = [(name, given, SHAPES["time"]) for name, given in FULL]
     problems += [("compute_vtrace", ("valid",), shape) for shape in SHAPES.values()]
     problems += [
@@ -65,8 +69,9 @@ def main(backend, arch):
     for name, given, shape in problems:
         call(getattr(rl_triton, name), problem(name, given=given, **shape))
     binary = "cubin" if cuda else "hsaco"
-    assert all(asm[binary] for asm in binaries)
-    print(f"{len(binaries)} kernels for {backend} {arch}")
+    assert all(kernel.asm[binary] for kernel in kernels)
+    assert all(kernel.metadata.shared <= LEAST_SHARED for kernel in kernels)
+    print(f"{len(kernels)} kernels for {backend} {arch}")
 
 
 if __name__ == "__main__":
