@@ -131,7 +131,7 @@ class Formulas:
             steps = steps._replace(gamma=_number(steps.gamma), lambda_=_number(steps.lambda_))
         scan = algorithm.stage(steps, scalars, self.options)
         if seen or _needs_grad((scan.a, scan.b, scan.init)):
-            y = torch.ops.rl_triton.affine_scan(scan.a, scan.b, scan.init, scan.reverse)
+            y = _differentiable_scan(scan.a, scan.b, scan.init, scan.reverse)
         else:
             y = _scan(scan.a, scan.b, scan.init, scan.reverse)
         outputs = (output.movedim(0, layout.time_dim).contiguous() for output in scan.outputs(y))
@@ -184,7 +184,7 @@ def _scan_in_order(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> 
     """The scan, its result in the memory order of `a`, which is what a compiler counts on."""
     y = _scan(a, b, init, reverse)
     like = _scan_fake(a, b, init, reverse)
-    return y if y.stride() == like.stride() else like.copy_(y)
+    return y if y.stride() == like.stride() and y.storage_offset() == 0 else like.copy_(y)
 
 
 def _scan_fake(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
@@ -204,16 +204,18 @@ def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     reverse = ctx.reverse
     zero = torch.zeros_like(b[:1])
     b_shifted = join(b, [zero, b[:-1]] if reverse else [b[1:], zero])
-    g = torch.ops.rl_triton.affine_scan(grad, b_shifted, None, not reverse)
-    db = None
-    if ctx.needs_input_grad[1]:
-        edge = zero if init is None else init.unsqueeze(0)
-        neighbour = join(y, [y[1:], edge] if reverse else [edge, y[:-1]])
-        # A zero coefficient has not read its neighbour: what is not finite there stays out of its gradient.
-        db = g * torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
+    g = _differentiable_scan(grad, b_shifted, None, not reverse)
+    db = g * _read(b, init, y, reverse) if ctx.needs_input_grad[1] else None
     first = -1 if reverse else 0
     dinit = None if init is None else torch.where(b[first] == 0, 0, g[first] * b[first])
     return g, db, dinit, None
+
+
+def _read(b: Tensor, init: Tensor | None, y: Tensor, reverse: bool) -> Tensor:
+    """What each coefficient has multiplied: a zero one nothing, if what is there is not finite."""
+    edge = torch.zeros_like(y[:1]) if init is None else init.unsqueeze(0)
+    neighbour = join(y, [y[1:], edge] if reverse else [edge, y[:-1]])
+    return torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
 
 
 def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: Any, reverse: bool) -> Any:
@@ -227,7 +229,44 @@ def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: 
         )
 
     a, b = batched(a, in_dims[0], 1), batched(b, in_dims[1], 1)
-    return torch.ops.rl_triton.affine_scan(a, b, batched(init, in_dims[2], 0), reverse), 1
+    return _differentiable_scan(a, b, batched(init, in_dims[2], 0), reverse), 1
+
+
+class _TransformedScan(torch.autograd.Function):
+    """The scan under `torch.func`, which does not look into operators."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+        return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _scan_setup(ctx, inputs, output)
+        ctx.save_for_forward(inputs[1], inputs[2], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scan_backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, dinit: Tensor | None, _: None) -> Tensor:
+        b, init, y = ctx.saved_tensors
+        moved = torch.zeros_like(y) if da is None else da
+        if db is not None:
+            moved = moved + db * _read(b, init, y, ctx.reverse)
+        return _differentiable_scan(moved, b, dinit, ctx.reverse)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *x: Any) -> Any:
+        return _scan_vmap(info, in_dims, *x)
+
+
+def _differentiable_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    if not torch.compiler.is_compiling() and _innermost_transform() is not None:
+        return _TransformedScan.apply(a, b, init, reverse)
+    return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
 
 
 def _unpack(

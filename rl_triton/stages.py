@@ -160,7 +160,9 @@ def retrace(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Sca
     g = g.unsqueeze(-1) if isinstance(g, Tensor) and g.dim() > 0 else g
     pi_next = readable(torch.where(terminated, 0, pi_next), g)
     q_next = readable(torch.where(terminated, 0, x.next_q_values_all), g)
-    expected = scale(pi_next, q_next).sum(-1)
+    products = scale(pi_next, q_next)
+    # Along the innermost axis a sum does not depend on where its row stands.
+    expected = (products if products.stride(-1) == 1 else products.contiguous()).sum(-1)
     pi_taken = pi.gather(-1, actions).squeeze(-1)
     mu = x.action_probs_behavior
     return _retrace(

@@ -94,6 +94,22 @@ def test_fused_with_its_surroundings(device):
     same(torch.compile(step, fullgraph=True)(kwargs), step(kwargs))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler backend needs a C++ compiler")
+def test_gradients_of_odd_shapes(device):
+    """The default backend counts on the place and the order of what an operator returns."""
+    kwargs = problem("compute_gae", (3,), 31, time_dim=0, device=device)
+    kwargs["values"].requires_grad_()
+    function: Any = rl_triton.compute_gae
+
+    def loss(kwargs):
+        return function(**kwargs).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(kwargs), kwargs["values"])
+    torch.compile(loss, fullgraph=True)(kwargs).backward()
+    torch.testing.assert_close(kwargs["values"].grad, expected)
+
+
 @every_function
 def test_vmap_over_a_leading_axis(path, device, name, given):
     stacked = problem(name, (4, 3), 7, given, device=device)

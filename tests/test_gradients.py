@@ -128,3 +128,42 @@ def test_empty_gradients(path, device, batch, T):
     kwargs = with_gradients(problem("compute_gae", batch, T, device=device), ("rewards", "values"))
     for gradient in gradients(call(rl_triton.compute_gae, kwargs), kwargs, ("rewards", "values")):
         assert gradient.shape == (*batch, T)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("with_init", [False, True])
+def test_transforms_of_the_scan(path, device, reverse, with_init):
+    generator = torch.Generator().manual_seed(0)
+    a, b, da, db = torch.rand(4, 3, 9, generator=generator, dtype=torch.float64).to(device)
+    inputs, tangents = [a, b], [da, db]
+    if with_init:
+        inputs.append(a[:, 0])
+        tangents.append(da[:, 0])
+
+    def function(a, b, init=None):
+        return rl_triton.affine_scan(a, b, init=init, reverse=reverse)
+
+    tangent = torch.func.jvp(function, tuple(inputs), tuple(tangents))[1]
+    step = 1e-6
+    pairs = list(zip(inputs, tangents, strict=True))
+    ahead = function(*[x + step * dx for x, dx in pairs])
+    behind = function(*[x - step * dx for x, dx in pairs])
+    torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-6)
+    for number in range(len(inputs)):
+        by_rows = torch.func.jacrev(function, argnums=number)(*inputs)
+        torch.testing.assert_close(torch.func.jacfwd(function, argnums=number)(*inputs), by_rows)
+
+
+def test_gradients_per_environment(path, device):
+    kwargs = problem("compute_gae", T=8, device=device)
+    keys = ("rewards", "values", "terminateds")
+
+    def loss(*inputs):
+        (advantages,) = call(rl_triton.compute_gae, kwargs | dict(zip(keys, inputs, strict=True)))
+        return advantages.square().sum()
+
+    asking = with_gradients(kwargs, ["rewards"])
+    (expected,) = torch.autograd.grad(loss(*(asking[key] for key in keys)), asking["rewards"])
+    inputs = [kwargs[key] for key in keys]
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(*inputs), expected)
