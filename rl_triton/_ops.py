@@ -140,9 +140,9 @@ class Formulas:
 
 def _number(coefficient: Any) -> Any:
     """A coefficient that a module holds as a tensor on the CPU, as the number it is."""
-    if isinstance(coefficient, Tensor) and coefficient.dim() == 0 and coefficient.device.type == "cpu":
-        return coefficient if coefficient.requires_grad else coefficient.item()
-    return coefficient
+    if not isinstance(coefficient, Tensor) or coefficient.requires_grad:
+        return coefficient
+    return coefficient.item() if coefficient.dim() == 0 and coefficient.device.type == "cpu" else coefficient
 
 
 def _traced(
@@ -171,7 +171,7 @@ _library.define(
 
 def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     if a.numel() == 0:
-        return a.new_empty(a.shape)
+        return _scan_fake(a, b, init, reverse)
     if not kernel_serves(a.device):
         return doubling_scan(a, b, init, reverse)
     if time_innermost(a):
@@ -183,14 +183,16 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
 def _scan_in_order(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     """The scan, its result in the memory order of `a`, which is what a compiler counts on."""
     y = _scan(a, b, init, reverse)
+    if kernel_serves(a.device):
+        return y
+    # What the doubling scan returns is part of its buffers.
     like = _scan_fake(a, b, init, reverse)
     return y if y.stride() == like.stride() and y.storage_offset() == 0 else like.copy_(y)
 
 
 def _scan_fake(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     if time_innermost(a):
-        *batch, T = a.movedim(0, -1).shape
-        return a.new_empty(*batch, T).movedim(-1, 0)
+        return a.new_empty(a.movedim(0, -1).shape).movedim(-1, 0)
     return a.new_empty(a.shape)
 
 
@@ -234,8 +236,6 @@ def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: 
 
 class _TransformedScan(torch.autograd.Function):
     """The scan under `torch.func`, which does not look into operators."""
-
-    generate_vmap_rule = False
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:

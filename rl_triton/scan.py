@@ -9,7 +9,6 @@ Its adjoint is the same scan run the other way with `b` shifted by one row:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +22,14 @@ def time_innermost(x: Tensor) -> bool:
     return x.dim() > 1 and x.stride(0) == 1
 
 
-def join(like: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def join(like: Tensor, parts: list[Tensor]) -> Tensor:
     """Concatenated along time, in the memory order of `like`: operations on two orders at once are slow.
 
     Under a compiler, where views cost nothing, no size is looked at, so that none is compiled for.
     """
     if time_innermost(like) and (torch.compiler.is_compiling() or like.numel() > _SMALL):
         return torch.cat([part.movedim(0, -1) for part in parts], -1).movedim(-1, 0)
-    return torch.cat(list(parts))
+    return torch.cat(parts)
 
 
 def doubling_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:

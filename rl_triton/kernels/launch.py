@@ -71,11 +71,14 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     """The tuning table, measured on an H200 on data outside the cache: NOTES.md has the ratios to a copy."""
     rows = B * F
     steps = min(4, power_of_2(T))
+    segments = power_of_2(-(-T // steps))
     # Blocks that are on their way while one is scanned.
     stages, block_a = 3, 1
     if F >= 16 or (F > 1 and B == 1):
         axes = "features"
-        if T <= 8:
+        if actions:
+            block_n, block_t = 16, 8
+        elif T <= 8:
             block_n, block_t = 64, 2
         elif rows >= 8192:
             block_n, block_t = 32, 4
@@ -83,10 +86,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             block_n, block_t = 16, 8
         else:
             block_n, block_t, stages = 4, 128, 1
-        if actions:
-            block_n, block_t = 16, 8
-        block_n = min(block_n, power_of_2(F))
-        block_t = min(block_t, power_of_2(-(-T // steps)))
+        block_n, block_t = min(block_n, power_of_2(F)), min(block_t, segments)
         groups = B * -(-F // block_n)
     else:
         # Four rows of time are one vector of fp32.
@@ -97,7 +97,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             threads, block_t = (128, 128) if T <= _ONE_LAUNCH else (64, 64)
         else:
             threads, block_t = 64, 16 if T <= 128 else 64
-        block_t = min(block_t, power_of_2(-(-T // steps)))
+        block_t = min(block_t, segments)
         # Spread few rows over all multiprocessors rather than fill one.
         block_n = min(threads // block_t, power_of_2(max(1, rows // 256)))
         groups = -(-rows // block_n)

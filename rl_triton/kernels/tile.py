@@ -146,7 +146,7 @@ def move_up(rows, last, STEPS: tl.constexpr):
 @triton.jit
 def beyond(at, T, DENSE: tl.constexpr):
     """One segment on, from where `next_rows` completes a dense tile; elsewhere simply row t+1."""
-    return shifted(at, T, DENSE if DENSE > 1 else 1)
+    return shifted(at, T, DENSE)
 
 
 @triton.jit
