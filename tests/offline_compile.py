@@ -43,12 +43,10 @@ class Driver:
 
 def compile_instead_of_launching(kernels):
     def compile_only(self, x, scalars):
-        outputs = tuple(torch.empty(self.shape, dtype=self.dtype) for _ in range(self.outputs))
-        arguments = self.tensor_arguments(x, outputs, scalars)
-        for constants in self.phases:
-            kernel = launch.scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options)
-            kernels.append(kernel)
-        return outputs
+        allocated = tuple(torch.empty(shape, dtype=dtype) for shape, _, dtype in self.allocations)
+        values = self.values((*self.tensors(x), *allocated), x, scalars)
+        kernels.extend(self.compile(values, constants) for constants in self.phases)
+        return allocated[: self.outputs]
 
     launch.Plan.__call__ = compile_only
     _ops.kernel_serves = lambda device: True

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from functools import cache, reduce
+from itertools import compress, count
+from operator import itemgetter, or_
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -70,14 +75,16 @@ def power_of_2(n: int) -> int:
 def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     """The tuning table, measured on an H200 on data outside the cache: NOTES.md has the ratios to a copy."""
     rows = B * F
-    steps = min(4, power_of_2(T))
+    axes = "features" if F >= 16 or (F > 1 and B == 1) else "time" if F == 1 else "mixed"
+    # Small rollouts end before the instructions that eight rows to a segment save would count.
+    small = T <= 128 and rows * T <= 2**20
+    steps = min(4 if actions or small or axes == "features" else 8, power_of_2(T))
     segments = power_of_2(-(-T // steps))
     # Blocks that are on their way while one is scanned.
     stages, block_a = 3, 1
-    if F >= 16 or (F > 1 and B == 1):
-        axes = "features"
+    if axes == "features":
         if actions:
-            block_n, block_t = 16, 8
+            block_n, block_t = (32, 4) if rows >= 16384 else (8, 16) if rows >= 2048 else (4, 64)
         elif T <= 8:
             block_n, block_t = 64, 2
         elif rows >= 8192:
@@ -89,14 +96,15 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
         block_n, block_t = min(block_n, power_of_2(F)), min(block_t, segments)
         groups = B * -(-F // block_n)
     else:
-        # Four rows of time are one vector of fp32.
-        axes = "time" if F == 1 else "mixed"
         if actions:
             threads, block_t = (32, 32) if actions <= 8 else (32, 16) if T <= 128 else (64, 32)
-        elif rows < 2048:
-            threads, block_t = (128, 128) if T <= _ONE_LAUNCH else (64, 64)
+        elif steps < 8:
+            threads, block_t = 64, 16
         else:
-            threads, block_t = 64, 16 if T <= 128 else 64
+            # Two blocks, so that one is on its way, and no more segments than a warp has lanes.
+            block_t = segments if segments <= 4 else min(32, segments // 2)
+            threads = 32 if block_t == 32 else 64
+        stages += rows < 2048
         block_t = min(block_t, segments)
         # Spread few rows over all multiprocessors rather than fill one.
         block_n = min(threads // block_t, power_of_2(max(1, rows // 256)))
@@ -104,14 +112,13 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     if actions:
         # Many actions are reduced eight at a time, without a second tile of them in flight.
         block_a = min(4 if actions <= 8 else 8, power_of_2(actions))
-        stages = 2 if actions <= 8 and axes != "features" else 1
+        stages = 1 if actions > 8 or axes == "features" else stages - 1
     block = block_t * steps
     length = T
     if T > _ONE_LAUNCH and groups < 264:
         least = 256 if axes == "features" else 1024
-        length = -(-max(least, -(-T // 512)) // block) * block
-    if length <= block:
-        stages = 1
+        length = -(-max(least, -(-T // 1024)) // block) * block
+    stages = min(stages, -(-length // block))
     num_warps = max(1, min(16, block_n * block_t // 32))
     return Geometry(
         axes, block_n, block_t, steps, block_a, num_warps, stages, groups, -(-T // length), length
@@ -130,7 +137,7 @@ class Plan:
     ) -> None:
         fields = algorithm.inputs._fields
         self.shape, self.dtype, self.compute = tuple(layout.shape), layout.dtype, layout.compute
-        self.contiguous = torch.empty(self.shape, device="meta").stride()
+        contiguous = torch.empty(self.shape, device="meta").stride()
         self.device = x[0].device
         self.outputs = algorithm.outputs(options)
 
@@ -147,23 +154,18 @@ class Plan:
             if strides[i] is None:
                 self.copies[i] = _expanded(name, value, layout)
                 strides[i] = _strides(name, torch.empty(self.copies[i], device="meta"), layout)
-        self.init = next((i for i, name in enumerate(fields) if name in ("seed_values", "init")), None)
+        init = next((i for i, name in enumerate(fields) if name in ("seed_values", "init")), None)
         init_stride = None
-        if self.init is not None:
-            init_stride, strides[self.init] = strides[self.init], None
-        # Triton's own tuple has an attribute `values`.
-        names = ["value" if name == "values" else name for name in fields]
-        self.fields = namedtuple(algorithm.inputs.__name__, names)
+        if init is not None:
+            init_stride, strides[init] = strides[init], None
         out_stride = _strides("", torch.empty(self.shape, device="meta"), layout)
-        self.strides = (self.fields._make(strides), out_stride, init_stride)
-        self.coefficients = "gamma" in fields
 
         spec = SPECS[algorithm.name]
         B, T, F = _merged(layout)
         g = tune(B, T, F, actions)
         self.grid = (g.groups * g.chunks, 1, 1)
         self.num_warps = g.num_warps
-        self.partials = 2 * B * F * g.chunks if g.chunks > 1 else 0
+        partials = 2 * B * F * g.chunks if g.chunks > 1 else 0
         phases = (REDUCE, APPLY) if g.chunks > 1 else (WHOLE,)
         self.phases = [
             (
@@ -175,7 +177,7 @@ class Plan:
                 int(options[0]) if algorithm.name == "traces" else _vector(fields, strides, actions),
                 tl.float64 if self.compute == torch.float64 else tl.float32,
                 g.axes,
-                (F if g.axes == "features" else T) % 4 == 0,
+                math.gcd(F if g.axes == "features" else T, 8),
                 phase.value,
                 *(g.block_n, g.block_t, g.steps, g.block_a),
                 power_of_2(max(g.chunks, g.block_t)),
@@ -185,6 +187,28 @@ class Plan:
             for phase in phases
         ]
         self.launchers: dict[Any, list[Callable[..., None]]] = {}
+
+        # A call's values: its tensors, what it allocates, its numbers. The kernel's arguments name them.
+        value = map(Value, count())
+        given = {i: next(value) for i, v in enumerate(x) if isinstance(v, Tensor)}
+        self.tensors = itemgetter(*given)
+        self.allocations = [(self.shape, contiguous, self.dtype)] * self.outputs
+        outputs = [next(value) for _ in range(self.outputs)]
+        if partials:
+            self.allocations.append(((partials,), (1,), self.compute))
+        partials = next(value) if partials else None
+        # For a coefficient that is a tensor the 1 that stands behind a call's inputs is the number.
+        at = {name: i for i, name in enumerate(fields) if i not in given}
+        self.numbers = itemgetter(at.get("gamma", -1), at.get("lambda_", -1))
+        numbers = [next(value) for _ in ("gamma", "lambda_", *_NO_BOUNDS)]
+        init = given.pop(init, None)
+        # Triton's own tuple has an attribute `values`.
+        names = ["value" if name == "values" else name for name in fields]
+        kernel_inputs = namedtuple(algorithm.inputs.__name__, names)
+        self.arguments = (
+            kernel_inputs(*[given.get(i) for i in range(len(x))]), kernel_inputs(*strides),
+            (*outputs, None)[:2], out_stride, init, init_stride, partials, *numbers,
+        )  # fmt: skip
 
     def __call__(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
         if self.copies:
@@ -201,80 +225,73 @@ class Plan:
 
     def _launch(self, x: tuple[Any, ...], scalars: tuple[float, ...], index: int) -> tuple[Tensor, ...]:
         """The hot path: allocate, gather addresses, launch."""
-        first = _empty(self.shape, self.contiguous, self.dtype)
-        outputs = (first,) if self.outputs == 1 else (first, _empty(self.shape, self.contiguous, self.dtype))
-        addresses = [v.data_ptr() if isinstance(v, Tensor) else 0 for v in x]
-        misaligned = 0
-        for address in addresses:
-            misaligned |= address
-        if misaligned & 15:
-            misaligned = tuple([address & 15 == 0 for address in addresses])
-        else:
-            misaligned = 0
-        launchers = self.launchers.get(misaligned)
+        allocated = tuple([_empty(*how) for how in self.allocations])
+        values: list[Any] = [*map(Tensor.data_ptr, self.tensors(x)), *map(Tensor.data_ptr, allocated)]
+        alignment: Any = 0
+        if reduce(or_, values) & 15:
+            alignment = tuple([address & 15 == 0 for address in values])
+        launchers = self.launchers.get(alignment)
         if launchers is None:
-            launchers = self.launchers[misaligned] = self._compile(x, outputs)
-        partials = None
-        if self.partials:
-            scratch = _empty((self.partials,), (1,), self.compute)
-            partials = scratch.data_ptr()
-        written = (first.data_ptr(), outputs[1].data_ptr() if self.outputs == 2 else None)
-        arguments = self._arguments(x, addresses, written, partials, scalars)
+            tensors = self.values((*self.tensors(x), *allocated), x, scalars)
+            launchers = self.launchers[alignment] = [self._launcher(tensors, phase) for phase in self.phases]
+        values = self.values(values, x, scalars)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        for launcher, constants in zip(launchers, self.phases):
-            launcher(stream, arguments + constants)
-        return outputs
+        for launcher in launchers:
+            launcher(stream, values)
+        return allocated[: self.outputs]
 
-    def _arguments(
-        self, x: tuple[Any, ...], pointers: list[Any], outputs: Any, partials: Any, scalars: tuple[float, ...]
-    ) -> tuple[Any, ...]:
-        """The kernel's arguments; pointers are addresses, or tensors for a compiler or interpreter."""
-        init = None
-        if self.init is not None:
-            init = pointers[self.init] if x[self.init] is not None else None
-            pointers[self.init] = None
-        gamma = lambda_ = 1.0
-        if self.coefficients:
-            gamma, lambda_ = x[-2], x[-1]
-            if isinstance(gamma, Tensor):
-                gamma = 1.0
-            if isinstance(lambda_, Tensor):
-                lambda_ = 1.0
-        strides, out_stride, init_stride = self.strides
-        return (
-            tuple(pointers), strides, outputs, out_stride, init, init_stride, partials,
-            gamma, lambda_, *scalars, *_NO_BOUNDS[len(scalars) :],
-        )  # fmt: skip
+    def values(self, tensors: Sequence[Any], x: tuple[Any, ...], scalars: tuple[float, ...]) -> list[Any]:
+        """A call's values; pointers are addresses, or tensors for a compiler or interpreter."""
+        return [*tensors, *self.numbers((*x, 1.0)), *scalars, *_NO_BOUNDS[len(scalars) :]]
 
-    def tensor_arguments(
-        self, x: tuple[Any, ...], outputs: tuple[Tensor, ...], scalars: tuple[float, ...] = ()
-    ) -> tuple[Any, ...]:
-        tensors = [v if isinstance(v, Tensor) else None for v in x]
-        partials = outputs[0].new_empty(self.partials, dtype=self.compute) if self.partials else None
-        pointers, *others = self._arguments(x, tensors, (*outputs, None)[:2], partials, scalars)
-        return self.fields._make(pointers), *others
+    def compile(self, values: list[Any], constants: tuple[Any, ...]) -> Any:
+        arguments = _filled(self.arguments, values)
+        return scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options)
 
-    def _compile(self, x: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> list[Callable[..., None]]:
-        arguments = self.tensor_arguments(x, outputs)
-        return [
-            _launcher(
-                scan_kernel.warmup(*arguments, *constants, grid=self.grid, **self.compile_options), self.grid
-            )
-            for constants in self.phases
-        ]
+    def _launcher(self, values: list[Any], constants: tuple[Any, ...]) -> Callable[..., None]:
+        """A function of a stream and a call's values that launches one phase."""
+        reads, launch = _launch(self.compile(values, constants))
+        arguments = [*compress(_flat((*self.arguments, *constants)), reads)]
+        fixed = [argument for argument in arguments if not isinstance(argument, Value)]
+        behind = count(len(values))
+        order = itemgetter(*[x if isinstance(x, Value) else next(behind) for x in arguments])
+        grid = self.grid
+        return lambda stream, values: launch(grid, stream, order(values + fixed))
+
+    def _interpret(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
+        # The interpreter truncates where hardware rounds, so that it writes the compute dtype.
+        allocated = [torch.empty(shape, dtype=self.compute) for shape, _, _ in self.allocations]
+        arguments = _filled(self.arguments, self.values((*self.tensors(x), *allocated), x, scalars))
+        for constants in self.phases:
+            scan_kernel[self.grid](*arguments, *constants, **self.compile_options)
+        return tuple(output.to(self.dtype) for output in allocated[: self.outputs])
 
     @property
     def compile_options(self) -> dict[str, Any]:
         # Triton's default for fusing multiply and add is about to change.
         return {"num_warps": self.num_warps, "enable_fp_fusion": True}
 
-    def _interpret(self, x: tuple[Any, ...], scalars: tuple[float, ...]) -> tuple[Tensor, ...]:
-        # The interpreter truncates where hardware rounds, so that it writes the compute dtype.
-        outputs = tuple(torch.empty(self.shape, dtype=self.compute) for _ in range(self.outputs))
-        arguments = self.tensor_arguments(x, outputs, scalars)
-        for constants in self.phases:
-            scan_kernel[self.grid](*arguments, *constants, **self.compile_options)
-        return tuple(output.to(self.dtype) for output in outputs)
+
+class Value(int):
+    """Stands in a kernel's arguments for one of a call's values, by its position."""
+
+
+def _filled(arguments: Any, values: Sequence[Any]) -> Any:
+    """Arguments, or some of them, with a call's values in their places."""
+    if isinstance(arguments, Value):
+        return values[arguments]
+    if not isinstance(arguments, tuple):
+        return arguments
+    make = getattr(arguments, "_make", tuple)
+    return make(_filled(argument, values) for argument in arguments)
+
+
+def _flat(nested: Iterable[Any]) -> Iterator[Any]:
+    for item in nested:
+        if isinstance(item, tuple):
+            yield from _flat(item)
+        else:
+            yield item
 
 
 _NO_BOUNDS = (0.0, 0.0, 0.0)
@@ -287,8 +304,17 @@ if _empty is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
 
 
-def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple[Any, ...]], None]:
-    """A function that launches a compiled kernel on a stream, with as little in between as can be."""
+@cache
+def _launch(compiled: Any) -> tuple[list[bool], Callable[..., None]]:
+    """Which arguments a compiled kernel reads, and a function of grid, stream and these that launches it.
+
+    The time of Triton's launchers goes by their arguments, those of absent tensors and constants too, and by
+    what they do for hooks and scratch memory: this is one for what the kernel reads, without the rest.
+    """
+    kinds = [*_flat(compiled.src.signature.values())]
+    reads = [kind != "constexpr" for kind in kinds]
+    compiled = copy(compiled)
+    compiled.src = SimpleNamespace(signature=dict(enumerate(compress(kinds, reads))), constants={})
     run = compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
     no_scratch = not (getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1))
@@ -298,12 +324,12 @@ def _launcher(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int, tuple
             # Triton 3.7 parses the arguments by description.
             annotations, signature = run.arg_annotations, run.kernel_signature
             before = (*options, metadata, None, None, None, None, None, annotations, signature)
-            return lambda stream, arguments: launch(*grid, stream, function, *before, arguments)
+            return reads, lambda grid, stream, x: launch(*grid, stream, function, *before, x)
         # Triton 3.6 compiles a launcher per signature.
         before = (*options, None, None, metadata, None, None, None)
-        return lambda stream, arguments: launch(*grid, stream, function, *before, *arguments)
+        return reads, lambda grid, stream, x: launch(*grid, stream, function, *before, *x)
     # Any other version or backend: the compiled kernel's own entry.
-    return lambda stream, arguments: run(*grid, stream, function, metadata, None, None, None, *arguments)
+    return reads, lambda grid, stream, x: run(*grid, stream, function, metadata, None, None, None, *x)
 
 
 def _vector(fields: tuple[str, ...], strides: list[Any], actions: int) -> int:
@@ -338,10 +364,11 @@ def _expanded(name: str, value: Tensor, layout: Layout) -> tuple[int, ...]:
 def _strides(name: str, value: Tensor, layout: Layout) -> tuple[int | None, ...] | None:
     """Strides over (B, T, F), None on axes that are absent or repeated; None in all if one axis has several.
 
-    Behind them: 1 if every stride but one of 1 is a multiple of 4, else None; then the stride over actions.
+    Behind them: 1 if every stride but one of 1 is a multiple of 4, else None; the same for 8; then the stride
+    over actions.
     """
     if name in COEFFICIENTS and value.dim() == 0:
-        return None, None, None, None
+        return None, None, None, None, None
     value = value.expand(_expanded(name, value, layout))
     sizes, strides = list(value.shape), list(value.stride())
     actions = ()
@@ -366,5 +393,6 @@ def _strides(name: str, value: Tensor, layout: Layout) -> tuple[int | None, ...]
             size *= sizes[axis]
         merged.append(stride or None)
     # Only a compiler knows a 1 from other numbers.
-    aligned = not interpreted and not any(stride % 4 for stride in merged if stride not in (None, 1))
-    return (*merged, 1 if aligned else None, *actions)
+    unit = math.gcd(*(stride for stride in merged if stride not in (None, 1)))
+    markers = (None if interpreted or unit % of else 1 for of in (4, 8))
+    return (*merged, *markers, *actions)

@@ -67,7 +67,7 @@ def probability_ratio(x, strides, at, needed, DTYPE: tl.constexpr):
     offset, mask = locate(strides.actions, at)
     action = tl.load(x.actions + offset, mask=mask & needed, other=0).to(tl.int64)
     offset, mask = locate(strides.action_probs_target, at)
-    offset = offset + action * strides.action_probs_target[4]
+    offset = offset + action * strides.action_probs_target[5]
     pi = tl.load(x.action_probs_target + offset, mask=mask & needed, other=0).to(DTYPE)
     mu = load(x.action_probs_behavior, strides.action_probs_behavior, at, DTYPE)
     return tl.where(needed, pi / tl.where(needed, mu, 1.0), 1.0)
@@ -108,4 +108,4 @@ def action_offset(stride, at, action, VECTOR: tl.constexpr):
     offset = offset[:, :, None]
     if VECTOR > 1:
         offset = offset // VECTOR * VECTOR
-    return offset + action * stride[4]
+    return offset + action * stride[5]

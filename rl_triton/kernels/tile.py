@@ -43,12 +43,16 @@ def combine(a1, b1, a2, b2):
 
 
 @triton.jit
-def multiple(stride, aligned):
-    """A stride. One of an aligned tensor is 1 or a multiple of 4, which the division tells the compiler."""
-    if aligned is None or isinstance(stride, int):
-        return stride
+def along(stride, axis: tl.constexpr):
+    """The stride of an axis; a marker says of all but a 1 that they are multiples of 8 or 4."""
+    if isinstance(stride[axis], int):
+        return stride[axis]
+    elif stride[4] is not None:
+        return stride[axis] // 8 * 8
+    elif stride[3] is not None:
+        return stride[axis] // 4 * 4
     else:
-        return stride // 4 * 4
+        return stride[axis]
 
 
 @triton.jit
@@ -58,14 +62,14 @@ def locate(stride, at):
     offset = tl.zeros([1, 1], tl.int64)
     mask = tl.full([1, 1], 1, tl.int1)
     if stride[0] is not None:
-        offset += b * multiple(stride[0], stride[3])
+        offset += b * along(stride, 0)
     if stride[2] is not None:
-        offset += f * multiple(stride[2], stride[3])
+        offset += f * along(stride, 2)
     if (stride[0] is not None) or (stride[2] is not None):
         mask = mask & in_rows
     if stride[1] is not None:
         # The row's address first: a run of time steps then stays visible as contiguous.
-        offset = offset + t.to(tl.int64) * multiple(stride[1], stride[3])
+        offset = offset + t.to(tl.int64) * along(stride, 1)
         mask = mask & in_time
     return offset, mask
 
@@ -102,45 +106,37 @@ def shifted(at, T, by: tl.constexpr):
 @triton.jit
 def split_rows(x, STEPS: tl.constexpr):
     """A dense tile of segments as one tile per row of a segment; all of it stays in its registers."""
-    if STEPS == 1:
-        return (x,)
-    else:
-        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-        if STEPS == 2:
-            return even, odd
-        else:
-            tl.static_assert(STEPS == 4)
-            half: tl.constexpr = x.shape[1] // 4
-            first, third = tl.split(tl.reshape(even, [x.shape[0], half, 2]))
-            second, fourth = tl.split(tl.reshape(odd, [x.shape[0], half, 2]))
-            return first, second, third, fourth
+    rows = (x,)
+    # Each pass splits every tile into its even and its odd columns: the rows come in bit-reversed order.
+    for _ in tl.static_range(3 if STEPS == 8 else STEPS // 2):
+        halves = ()
+        for row in tl.static_range(len(rows)):
+            halves = halves + tl.split(tl.reshape(rows[row], [x.shape[0], rows[row].shape[1] // 2, 2]))
+        rows = halves
+    return bit_reversed(rows, STEPS)
 
 
 @triton.jit
 def join_rows(rows, STEPS: tl.constexpr):
     """The inverse of `split_rows`."""
-    if STEPS == 1:
-        return rows[0]
-    elif STEPS == 2:
-        return join_pair(rows[0], rows[1])
-    else:
-        return join_pair(join_pair(rows[0], rows[2]), join_pair(rows[1], rows[3]))
+    rows = bit_reversed(rows, STEPS)
+    for _ in tl.static_range(3 if STEPS == 8 else STEPS // 2):
+        joined = ()
+        for pair in tl.static_range(len(rows) // 2):
+            even, odd = rows[2 * pair], rows[2 * pair + 1]
+            joined = joined + (tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]]),)
+        rows = joined
+    return rows[0]
 
 
 @triton.jit
-def join_pair(even, odd):
-    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
-
-
-@triton.jit
-def move_up(rows, last, STEPS: tl.constexpr):
-    """Rows 1, 2, ... of each segment, then `last`."""
-    if STEPS == 1:
-        return (last,)
-    elif STEPS == 2:
-        return rows[1], last
+def bit_reversed(rows, STEPS: tl.constexpr):
+    if STEPS == 8:
+        return rows[0], rows[4], rows[2], rows[6], rows[1], rows[5], rows[3], rows[7]
+    elif STEPS == 4:
+        return rows[0], rows[2], rows[1], rows[3]
     else:
-        return rows[1], rows[2], rows[3], last
+        return rows
 
 
 @triton.jit
@@ -160,7 +156,7 @@ def next_rows(value, following, at, DENSE: tl.constexpr):
         whole = at[3] & at[4]
         rows = split_rows(tl.broadcast_to(value, whole.shape), DENSE)
         last = split_rows(tl.broadcast_to(following, whole.shape), DENSE)[0]
-        return join_rows(move_up(rows, last, DENSE), DENSE)
+        return join_rows(rows[1:] + (last,), DENSE)
     else:
         return following
 
@@ -184,14 +180,6 @@ def edge(value, column, at_column):
 
 
 @triton.jit
-def combine_exclusive(a1, b1, pa1, pb1, a2, b2, pa2, pb2):
-    """`combine`, beside the map of everything before the second operand's last row."""
-    a, b = combine(a1, b1, a2, b2)
-    pa, pb = combine(a1, b1, pa2, pb2)
-    return a, b, pa, pb
-
-
-@triton.jit
 def within_bounds(a, b, at, T, init, REVERSE: tl.constexpr):
     """Outside, the state is handed on unchanged; without `init` nothing enters the first row."""
     t = at[2]
@@ -204,27 +192,21 @@ def within_bounds(a, b, at, T, init, REVERSE: tl.constexpr):
 @triton.jit
 def turned(rows, REVERSE: tl.constexpr, STEPS: tl.constexpr):
     """Rows of a segment from time order to scan order, or back."""
-    if REVERSE and STEPS == 2:
-        return rows[1], rows[0]
-    elif REVERSE and STEPS == 4:
-        return rows[3], rows[2], rows[1], rows[0]
-    else:
-        return rows
+    return rows[::-1] if REVERSE else rows
 
 
 @triton.jit
-def scan_columns(a, b, carry, EXCLUSIVE: tl.constexpr, BLOCK_T: tl.constexpr):
+def scan_columns(a, b, carry, column, EXCLUSIVE: tl.constexpr):
     """Scan the maps of the columns: the state after each, the state before it if asked for, the map's b."""
-    if BLOCK_T == 1:
-        return a + carried(b, carry), carry + tl.zeros_like(a), b
-    elif EXCLUSIVE:
-        none = tl.zeros_like(a)
-        a, b, pa, pb = tl.associative_scan((a, b, none, none + 1.0), 1, combine_exclusive)
-        return a + carried(b, carry), pa + carried(pb, carry), b
-    else:
+    if a.shape[1] > 1:
         a, b = tl.associative_scan((a, b), 1, combine)
-        after = a + carried(b, carry)
-        return after, after, b
+    after = a + carried(b, carry)
+    before = carry + tl.zeros_like(a)
+    if EXCLUSIVE and a.shape[1] > 1:
+        # The neighbour's state is one shuffle where a second pair of operands would be as many as the scan.
+        neighbour = tl.broadcast_to(tl.maximum(column - 1, 0), a.shape)
+        before = tl.where(column == 0, before, tl.gather(after, neighbour, 1))
+    return after, before, b
 
 
 @triton.jit(do_not_specialize=["B", "T", "F", "length", "chunks"])
@@ -263,12 +245,11 @@ def scan_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # Lets the compiler see that masks change every 4 elements at most, so that loads stay vectors.
-    if ALIGNED:
-        if AXES == "features":
-            F = F // 4 * 4
-        else:
-            T = T // 4 * 4
+    # Lets the compiler see that masks change every ALIGNED elements at most, so that loads stay vectors.
+    if AXES == "features":
+        F = F // ALIGNED * ALIGNED
+    else:
+        T = T // ALIGNED * ALIGNED
     chunk = tl.program_id(0) % chunks
     group = (tl.program_id(0) // chunks).to(tl.int64)
     lane = tl.arange(0, BLOCK_N)[:, None]
@@ -339,7 +320,7 @@ def scan_kernel(
             seg_a, seg_b = combine(seg_a, seg_b, a_rows[step], b_rows[step])
             walked = walked + ((seg_a, seg_b),)
 
-        after, entering, factors = scan_columns(seg_a, seg_b, carry, EXCLUSIVE, BLOCK_T)
+        after, entering, factors = scan_columns(seg_a, seg_b, carry, column, EXCLUSIVE)
         carry = edge(after, column, LAST)
         if PHASE == REDUCE:
             factor = carried(edge(factors, column, LAST), factor)
