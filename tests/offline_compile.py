@@ -20,6 +20,7 @@ SHAPES = {
     "split": {"batch": (1,), "T": 8192},
     "blocks in flight, time": {"batch": (2048,), "T": 512},
     "blocks in flight, features": {"batch": (8192,), "T": 64, "time_dim": 0},
+    "many blocks in flight": {"batch": (512,), "T": 4096},
 }
 # Bytes of shared memory that a program has on the most frugal of the targets.
 LEAST_SHARED = 64 * 1024

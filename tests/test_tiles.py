@@ -21,6 +21,8 @@ TILES = [
     (4, 1, 4, 1),
     (2, 2, 1, 2),
     (1, 2, 2, 1),
+    (2, 2, 8, None),
+    (1, 1, 8, 1),
 ]
 AXES = {"time": ((3,), -1), "features": ((3,), 0), "mixed": ((2, 2), 1)}
 # One per kind of kernel: outputs of the state, outputs that look ahead, an action axis, forward.
