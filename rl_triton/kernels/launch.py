@@ -77,14 +77,14 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     rows = B * F
     axes = "features" if F >= 16 or (F > 1 and B == 1) else "time" if F == 1 else "mixed"
     # Small rollouts end before the instructions that eight rows to a segment save would count.
-    small = T <= 128 and rows * T <= 2**20
+    small = T <= 128 and rows * T <= 2**21
     steps = min(4 if actions or small or axes == "features" else 8, power_of_2(T))
     segments = power_of_2(-(-T // steps))
     # Blocks that are on their way while one is scanned.
     stages, block_a = 3, 1
     if axes == "features":
         if actions:
-            block_n, block_t = (32, 4) if rows >= 16384 else (8, 16) if rows >= 2048 else (4, 64)
+            block_n, block_t = (32, 4) if rows >= 16384 else (8, 16) if rows >= 2048 else (4, 128)
         elif T <= 8:
             block_n, block_t = 64, 2
         elif rows >= 8192:
