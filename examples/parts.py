@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import gymnasium as gym
 import numpy as np
@@ -213,7 +213,7 @@ class GaussianHead(nn.Module):
 
     def __init__(self, features: int, actions: int) -> None:
         super().__init__()
-        self.mean = _orthogonal(features, actions, 0.01)
+        self.mean = _orthogonal(nn.Linear(features, actions), 0.01)
         self.log_std = nn.Parameter(torch.zeros(actions))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,10 +221,13 @@ class GaussianHead(nn.Module):
         return loc, self.log_std.exp().expand_as(loc)
 
 
-def _orthogonal(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    layer = nn.Linear(inputs, outputs)
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+def _orthogonal(layer: Layer, gain: float) -> Layer:
     nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -232,7 +235,7 @@ def mlp(inputs: int, hidden: Sequence[int]) -> nn.Sequential:
     """Orthogonal linear layers with a tanh behind each."""
     layers: list[nn.Module] = []
     for size in hidden:
-        layers += [_orthogonal(inputs, size, math.sqrt(2)), nn.Tanh()]
+        layers += [_orthogonal(nn.Linear(inputs, size), math.sqrt(2)), nn.Tanh()]
         inputs = size
     return nn.Sequential(*layers)
 
@@ -247,7 +250,9 @@ class ImpalaCNN(nn.Module):
         channels = shape[0]
         layers: list[nn.Module] = []
         if depth == "shallow":
-            layers += [nn.Conv2d(channels, 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2)]
+            convolutions = nn.Conv2d(channels, 16, 8, 4), nn.Conv2d(16, 32, 4, 2)
+            first, second = (_orthogonal(layer, math.sqrt(2)) for layer in convolutions)
+            layers += [first, nn.ReLU(), second]
         else:
             for width in (16, 32, 32):
                 layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(3, 2, padding=1)]
@@ -255,7 +260,9 @@ class ImpalaCNN(nn.Module):
                 channels = width
         layers += [nn.ReLU(), nn.Flatten()]
         size = nn.Sequential(*layers)(torch.zeros(1, *shape)).shape[1]
-        self.layers = nn.Sequential(*layers, nn.Linear(size, self.features), nn.ReLU())
+        self.layers = nn.Sequential(
+            *layers, _orthogonal(nn.Linear(size, self.features), math.sqrt(2)), nn.ReLU()
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         *lead, channels, height, width = images.shape
@@ -279,7 +286,8 @@ def actor_critic(
     """An actor and a critic, each on a body of its own that turns observations into `features` numbers."""
     keys: list[Any]
     if isinstance(action_space, gym.spaces.Discrete):
-        head, keys, distribution = _orthogonal(features, int(action_space.n), 0.01), ["logits"], Categorical
+        head = _orthogonal(nn.Linear(features, int(action_space.n)), 0.01)
+        keys, distribution = ["logits"], Categorical
     else:
         head = GaussianHead(features, math.prod(action_space.shape or ()))
         keys, distribution = ["loc", "scale"], Normal
@@ -289,7 +297,9 @@ def actor_critic(
         distribution_class=distribution,
         return_log_prob=True,
     )
-    critic = ValueOperator(nn.Sequential(body(), _orthogonal(features, 1, 1.0)), in_keys=["observation"])
+    critic = ValueOperator(
+        nn.Sequential(body(), _orthogonal(nn.Linear(features, 1), 1.0)), in_keys=["observation"]
+    )
     for module in (actor, critic):
         module.to(device)
     return actor, critic

@@ -57,6 +57,8 @@ def run(
         serves, types, tensors, guards, plan = latest
         if serves is kernel_serves and tuple(map(type, x)) == types and guards.check(*tensors(x)):
             return plan(x, scalars)
+    # A view may carry a negation that PyTorch has put off; the guards above tell it from other tensors.
+    x = tuple([v.resolve_neg() if isinstance(v, Tensor) else v for v in x])
     key = (
         *kind,
         kernel_serves,

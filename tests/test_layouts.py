@@ -84,6 +84,24 @@ def test_edge_values_with_a_time_axis(path, device, name, given):
     assert all(map(torch.equal, call(function, kwargs), call(function, with_axis)))
 
 
+@every_function
+def test_a_negation_that_pytorch_has_put_off(path, device, name, given):
+    """The imaginary part of a conjugated tensor is a view whose memory holds its negative."""
+    kwargs = problem(name, (3,), 4, given, device=device)
+    keys = [k for k, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+
+    def imaginary(key):
+        return torch.complex(torch.zeros_like(kwargs[key]), kwargs[key])
+
+    plain = kwargs | {key: imaginary(key).imag for key in keys}
+    late = kwargs | {key: imaginary(key).neg().conj().imag for key in keys}
+    assert all(late[key].is_neg() and not plain[key].is_neg() for key in keys)
+    function = getattr(rl_triton, name)
+    expected = call(function, plain)
+    for _ in range(2):
+        assert all(map(torch.equal, call(function, late), expected))
+
+
 @pytest.mark.parametrize(("batch", "T"), [((3,), 0), ((0,), 5), ((0,), 0), ((2, 0), 3), ((), 0)])
 @every_function
 def test_empty_in_empty_out(path, device, name, given, batch, T):
