@@ -104,7 +104,6 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             # Two blocks, so that one is on its way, and no more segments than a warp has lanes.
             block_t = segments if segments <= 4 else min(32, segments // 2)
             threads = 32 if block_t == 32 else 64
-        stages += rows < 2048
         block_t = min(block_t, segments)
         # Spread few rows over all multiprocessors rather than fill one.
         block_n = min(threads // block_t, power_of_2(max(1, rows // 256)))
@@ -112,7 +111,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     if actions:
         # Many actions are reduced eight at a time, without a second tile of them in flight.
         block_a = min(4 if actions <= 8 else 8, power_of_2(actions))
-        stages = 1 if actions > 8 or axes == "features" else stages - 1
+        stages = 1 if actions > 8 or axes == "features" else 2 if rows >= 2048 else 3
     block = block_t * steps
     length = T
     if T > _ONE_LAUNCH and groups < 264:
