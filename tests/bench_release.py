@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             failures = 1
             candidate.reload()
+            candidate.write()
             print("interrupted: the finished rows are kept", file=sys.stderr)
         rows = [row for case, row in candidate.rows.items() if case.algorithm in args.algorithms]
         for part in (report.close_table(rows), report.reach_table(rows, measured_only=True)):

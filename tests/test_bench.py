@@ -309,6 +309,18 @@ class TestSweep:
         assert {row["algorithm"] for row in staged["rows"]} == set(names)
         assert "--parent-sweep" in staged["environment"]["command"]
 
+    def test_parent_sweep_interrupted_says_how_it_was_started(self, history, monkeypatch):
+        def child(command, check):
+            bench_release.main(command[2:])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess, "run", child)
+        names = ("eligibility_traces", "episodic_prefix_sum")
+        assert self.run(history, "--parent-sweep", "--algorithms", *names, "--section", "short") == 1
+        staged = json.loads((history / "unreleased.json").read_text())
+        assert {row["algorithm"] for row in staged["rows"]} == {"eligibility_traces"}
+        assert "--parent-sweep" in staged["environment"]["command"]
+
     def test_modules_are_skipped_loudly_without_torchrl(self, history, monkeypatch, capsys):
         monkeypatch.setitem(__import__("sys").modules, "torchrl", None)
         self.run(history, "--algorithms", "torchrl")
