@@ -121,7 +121,8 @@ def promote(version: str, root: Path = ROOT, history: Path | None = None) -> lis
     if wrong:
         raise ReportError(f"{len(wrong)} rows of the candidate failed, first {case_of(wrong[0]).label}")
     headline = headline_table(candidate)
-    about = f"{headline}\n\n{_headline_note(candidate)} All numbers:"
+    close = "Where a baseline is close, by the clock of the call or of the device:"
+    about = f"{headline}\n\n{_headline_note(candidate)}\n\n{close}\n\n{close_table(candidate['rows'])}\n\nAll numbers:"
 
     readme, page = root / "README.md", root / "docs" / "benchmarks.md"
     texts = {
