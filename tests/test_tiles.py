@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import FULL, assert_close, call, choice_id, oracle, problem, thorough
 from poison import floating, poisonable, probes
+from tiles import Tile, only
 
 import rl_triton
 
@@ -32,19 +33,8 @@ KINDS = [FULL[0], FULL[1], FULL[2], FULL[6]]
 @pytest.fixture
 def tile(request, kernels, monkeypatch):
     block_n, block_t, steps, blocks = request.param
-    table = launch.tune
-
-    def tune(B, T, F, *others):
-        known = table(B, T, F, *others)
-        axes = known.axes
-        groups = B * -(-F // block_n) if axes == "features" else -(-B * F // block_n)
-        length = T if blocks is None else blocks * block_t * steps
-        return known._replace(
-            block_n=block_n, block_t=block_t, steps=steps, num_warps=1, stages=2,
-            groups=groups, chunks=-(-T // length), length=length,
-        )  # fmt: skip
-
-    monkeypatch.setattr(launch, "tune", tune)
+    length = None if blocks is None else blocks * block_t * steps
+    monkeypatch.setattr(launch, "tune", only(Tile(block_n, block_t, steps, length=length), launch.tune))
 
 
 @pytest.mark.parametrize("tile", TILES, indirect=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,16 @@ def own_fields(cls: Keys) -> Keys:
 
 def estimator_forward(forward: Any) -> Any:
     """What TorchRL wraps an estimator's forward in: `skip_existing`, `differentiable`, calls with tensors."""
-    return _self_set_skip_existing(_self_set_grad_enabled(dispatch(forward)))
+    dispatched = dispatch(forward)
+
+    @wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A call with a tensordict need not look up the keys that a call with tensors fills.
+        if args and isinstance(args[0], TensorDictBase):
+            return forward(self, *args, **kwargs)
+        return dispatched(self, *args, **kwargs)
+
+    return _self_set_skip_existing(_self_set_grad_enabled(call))
 
 
 def optional(data: TensorDictBase, key: NestedKey) -> Tensor | None:
@@ -422,10 +432,11 @@ class Estimator(ValueEstimatorBase):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Value the root, and a list of as many next observations as are needed or allowed."""
         key = self.tensor_keys.value
+        order = needed.flatten().cumsum(0)
+        # Asked for before the network is called, so that the host waits for the flags alone.
+        budget = int(order[-1]) if self.bootstrap_budget is None else self.bootstrap_budget
         value = self._run(net, root, key)
         held = shift(value, last_row(value, time_dim), time_dim)
-        order = needed.flatten().cumsum(0)
-        budget = int(order[-1]) if self.bootstrap_budget is None else self.bootstrap_budget
         if budget == 0:
             return value, held, torch.ones_like(needed)
         # The k-th needed row is the first with k of them up to it; unused budget repeats the last row.

@@ -17,7 +17,7 @@ from torchrl.objectives.utils import hold_out_net
 from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.objectives.value.advantages import _call_actor_net, _standardize_by_group
 
-from ._common import Estimator, estimator_forward, match_rank, optional, own_fields, standardize
+from ._common import Estimator, estimator_forward, match_rank, own_fields, standardize
 from .functional import Coefficient, clipped_vtrace
 
 # Where a collecting policy leaves its log-probability, by the setting of `composite_lp_aggregate`.
@@ -177,9 +177,11 @@ class VTrace(Estimator, torchrl_value.VTrace):
     def _log_mu(self, tensordict: TensorDictBase) -> Tensor | TensorDictBase:
         """What the collecting policy wrote."""
         for key in self._log_mu_keys():
-            keys = key if isinstance(key, list) else [key]
-            if keys and all(tensordict.get(part, None) is not None for part in keys):
-                return tensordict.select(*key) if isinstance(key, list) else tensordict.get(key)
+            if isinstance(key, list):
+                if key and all(tensordict.get(part, None) is not None for part in key):
+                    return tensordict.select(*key)
+            elif (log_mu := tensordict.get(key, None)) is not None:
+                return log_mu
         raise KeyError(f"the tensordict has no entry {self.tensor_keys.sample_log_prob!r}")
 
     def _log_mu_keys(self) -> Iterator[Any]:
@@ -191,7 +193,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
 
     def _log_pi(self, tensordict: TensorDictBase) -> Tensor | TensorDictBase:
         """The stored action's log-probability under the current policy."""
-        log_pi = optional(tensordict, self.tensor_keys.log_pi)
+        log_pi = tensordict.get(self.tensor_keys.log_pi, None)
         if log_pi is not None:
             return log_pi
         actor = self.actor_network
@@ -230,7 +232,7 @@ class VTrace(Estimator, torchrl_value.VTrace):
 
 def joint_log_prob(log_prob: Tensor | TensorDictBase, like: Tensor, batch_dims: int) -> Tensor:
     """One log-probability per row in the rank of `like`, summed over the dimensions of an action."""
-    if is_tensor_collection(log_prob):
+    if not isinstance(log_prob, Tensor) and is_tensor_collection(log_prob):
         log_prob = cast(Any, log_prob).sum(dim="feature", reduce=True)
     log_prob = match_rank(log_prob, like)
     if log_prob.shape == like.shape:

@@ -12,7 +12,7 @@ def gae_terms(
     x, strides, at, T, numbers,
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    terminated, truncated, cut, valid = transition(x, strides, at, T, DENSE)
     g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     value = step_value(x.value, strides.value, at, valid, DTYPE)
     v_next = next_value(x, strides, at, T, value, terminated, truncated, cut, DTYPE, DENSE)

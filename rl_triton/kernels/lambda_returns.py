@@ -15,7 +15,7 @@ def lambda_returns_terms(
     x, strides, at, T, numbers,
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    terminated, truncated, cut, valid = transition(x, strides, at, T, DENSE)
     g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)
     bootstrapped = 1.0 - coefficient(x.lambda_, strides.lambda_, numbers[1], at, DTYPE)

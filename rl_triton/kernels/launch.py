@@ -73,7 +73,7 @@ def power_of_2(n: int) -> int:
 
 
 def tune(B: int, T: int, F: int, actions: int) -> Geometry:
-    """The tuning table, measured on an H200 on data outside the cache: NOTES.md has the ratios to a copy."""
+    """The tuning table, from sweeps on an H200 (tests/sweep_tiles.py); NOTES.md has the ratios to a copy."""
     rows = B * F
     axes = "features" if F >= 16 or (F > 1 and B == 1) else "time" if F == 1 else "mixed"
     # Small rollouts end before the instructions that eight rows to a segment save would count.
@@ -114,7 +114,8 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
         stages = 1 if actions > 8 or axes == "features" else 2 if rows >= 2048 else 3
     block = block_t * steps
     length = T
-    if T > _ONE_LAUNCH and groups < 264:
+    # Rows of many actions are not worth reading twice as soon as there is one for every multiprocessor.
+    if T > _ONE_LAUNCH and groups < (132 if actions else 264):
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 1024)) // block) * block
     stages = min(stages, -(-length // block))

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from .tile import beyond, load, locate, next_rows, scale
+from .tile import beyond, load, locate, neighbours, scale
 from .transition import ahead_of, clipped, discounts, is_valid, log_ratio, step_value, transition
 
 
@@ -15,12 +15,12 @@ def retrace_log_terms(
     x, strides, at, T, numbers,
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    terminated, truncated, cut, valid = transition(x, strides, at, T, DENSE)
     expected = load(x.expected_next_q_values, strides.expected_next_q_values, at, DTYPE)
     expected = tl.where(terminated, 0.0, expected)
     ratio = log_ratio(x, strides, at, valid, DTYPE)
-    on = beyond(at, T, DENSE)
-    following = next_rows(ratio, log_ratio(x, strides, on, is_valid(x, strides, on), DTYPE), at, DENSE)
+    on = beyond(at, T, 1, DENSE)
+    following = neighbours(ratio, log_ratio(x, strides, on, is_valid(x, strides, on), DTYPE), at, 1, DENSE)
     return corrected(
         x, strides, at, T, numbers, terminated, cut, valid, expected, ratio, following, DTYPE, DENSE
     )
@@ -31,16 +31,16 @@ def retrace_terms(
     x, strides, at, T, numbers,
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    terminated, truncated, cut, valid = transition(x, strides, at, T, DENSE)
     expected = expectation(x, strides, at, terminated, cut, A, OPTION, DTYPE, BLOCK_A)
     ratio = probability_ratio(x, strides, at, valid, DTYPE)
-    on = beyond(at, T, DENSE)
+    on = beyond(at, T, 1, DENSE)
     needed = is_valid(x, strides, on)
     if DENSE > 1:
         # Only the first row of the next segment: the gather is what costs.
         needed = needed & (on[2] % DENSE == 0)
     following = probability_ratio(x, strides, on, needed, DTYPE)
-    following = next_rows(ratio, following, at, DENSE)
+    following = neighbours(ratio, following, at, 1, DENSE)
     return corrected(
         x, strides, at, T, numbers, terminated, cut, valid, expected, ratio, following, DTYPE, DENSE
     )

@@ -98,12 +98,6 @@ def coefficient(ptr, stride, number, at, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def shifted(at, T, by: tl.constexpr):
-    b, f, t, in_rows, in_time = at
-    return b, f, t + by, in_rows, in_time & (t + by >= 0) & (t + by < T)
-
-
-@triton.jit
 def split_rows(x, STEPS: tl.constexpr):
     """A dense tile of segments as one tile per row of a segment; all of it stays in its registers."""
     rows = (x,)
@@ -140,31 +134,34 @@ def bit_reversed(rows, STEPS: tl.constexpr):
 
 
 @triton.jit
-def beyond(at, T, DENSE: tl.constexpr):
-    """One segment on, from where `next_rows` completes a dense tile; elsewhere simply row t+1."""
-    return shifted(at, T, DENSE)
+def beyond(at, T, by: tl.constexpr, DENSE: tl.constexpr):
+    """One segment on or back, from where `neighbours` completes a dense tile; elsewhere simply row t+by."""
+    b, f, t, in_rows, _ = at
+    t = t + by * DENSE
+    return b, f, t, in_rows, (t >= 0) & (t < T)
 
 
 @triton.jit
-def next_rows(value, following, at, DENSE: tl.constexpr):
-    """Row t+1 from the tile of row t and the tile at `beyond`.
+def neighbours(value, other, at, by: tl.constexpr, DENSE: tl.constexpr):
+    """Row t+1 or t-1 from the tile of row t and the tile at `beyond`.
 
     With time innermost a load one row off is no vector load, but one a whole segment off is: each row then
-    takes its neighbour's register, and the last one the next segment's first.
+    takes its neighbour's register, and the one at the end of a segment the other segment's nearest.
     """
     if DENSE > 1:
         whole = at[3] & at[4]
         rows = split_rows(tl.broadcast_to(value, whole.shape), DENSE)
-        last = split_rows(tl.broadcast_to(following, whole.shape), DENSE)[0]
-        return join_rows(rows[1:] + (last,), DENSE)
+        others = split_rows(tl.broadcast_to(other, whole.shape), DENSE)
+        moved = rows[1:] + (others[0],) if by == 1 else (others[DENSE - 1],) + rows[: DENSE - 1]
+        return join_rows(moved, DENSE)
     else:
-        return following
+        return other
 
 
 @triton.jit
 def load_next(ptr, stride, at, T, value, DTYPE: tl.constexpr, DENSE: tl.constexpr):
     """Row t+1 of what `value` is at row t."""
-    return next_rows(value, load(ptr, stride, beyond(at, T, DENSE), DTYPE), at, DENSE)
+    return neighbours(value, load(ptr, stride, beyond(at, T, 1, DENSE), DTYPE), at, 1, DENSE)
 
 
 @triton.jit

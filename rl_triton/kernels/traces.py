@@ -6,8 +6,8 @@ A boundary starts anew. The prefix sum is a trace without decay.
 import triton
 import triton.language as tl
 
-from .tile import coefficient, flag, load, shifted
-from .transition import step_value
+from .tile import beyond, coefficient, flag, load, neighbours
+from .transition import is_valid, step_value
 
 STARTS_AT = tl.constexpr(1)
 
@@ -17,23 +17,29 @@ def traces_terms(
     x, strides, at, T, numbers,
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    b, f, t, in_rows, in_time = at
-    before = shifted(at, T, -1)
-    if OPTION == STARTS_AT:
-        cut = flag(x.dones, strides.dones, at)
-    else:
+    first = at[2] == 0
+    before = beyond(at, T, -1, DENSE)
+    cut = flag(x.dones, strides.dones, at)
+    if OPTION != STARTS_AT:
         # A flag that is the same for all steps has a row -1 too.
-        cut = flag(x.dones, strides.dones, before) & (t > 0)
-    valid = tl.full([1, 1], 1, tl.int1)
+        cut = neighbours(cut, flag(x.dones, strides.dones, before), at, -1, DENSE) & (first == 0)
+    valid = is_valid(x, strides, at)
     if x.valid is not None:
-        valid = flag(x.valid, strides.valid, at)
-        cut = cut | (valid == 0) | ((flag(x.valid, strides.valid, before) == 0) & (t > 0))
-    # A seed enters row 0 with that row's own decay.
-    decays_at = (b, f, tl.maximum(t - 1, 0), in_rows, in_time)
-    g = coefficient(x.gamma, strides.gamma, numbers[0], decays_at, DTYPE)
-    decay = g * coefficient(x.lambda_, strides.lambda_, numbers[1], decays_at, DTYPE)
+        preceded = neighbours(valid, is_valid(x, strides, before), at, -1, DENSE)
+        cut = cut | (valid == 0) | ((preceded == 0) & (first == 0))
+    decay = trace_decay(x, strides, at, numbers, DTYPE)
+    if (x.gamma is not None) or (x.lambda_ is not None):
+        # A seed enters row 0 with that row's own decay.
+        previous = neighbours(decay, trace_decay(x, strides, before, numbers, DTYPE), at, -1, DENSE)
+        decay = tl.where(first, decay, previous)
     value = step_value(x[0], strides[0], at, valid, DTYPE)
     return value, tl.where(cut, 0.0, decay), (value,)
+
+
+@triton.jit
+def trace_decay(x, strides, at, numbers, DTYPE: tl.constexpr):
+    g = coefficient(x.gamma, strides.gamma, numbers[0], at, DTYPE)
+    return g * coefficient(x.lambda_, strides.lambda_, numbers[1], at, DTYPE)
 
 
 @triton.jit

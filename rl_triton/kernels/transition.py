@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from .tile import coefficient, flag, load, load_next, scale, shifted, store
+from .tile import beyond, coefficient, flag, load, load_next, neighbours, scale, store
 
 
 @triton.jit
-def transition(x, strides, at, T):
+def transition(x, strides, at, T, DENSE: tl.constexpr):
     """(terminated, truncated, cut, valid); an invalid row counts as terminated and cut."""
     terminated = flag(x.terminateds, strides.terminateds, at)
     truncated = tl.full([1, 1], 0, tl.int1)
@@ -17,7 +17,7 @@ def transition(x, strides, at, T):
         truncated = flag(x.truncateds, strides.truncateds, at)
         cut = cut | truncated
     if x.valid is not None:
-        followed = is_valid(x, strides, shifted(at, T, 1))
+        followed = neighbours(valid, is_valid(x, strides, beyond(at, T, 1, DENSE)), at, 1, DENSE)
         cut = cut | (followed == 0) | (valid == 0)
         terminated = terminated | (valid == 0)
     return terminated, truncated, cut, valid

@@ -13,7 +13,7 @@ def vtrace_terms(
     A: tl.constexpr, OPTION: tl.constexpr, DTYPE: tl.constexpr, BLOCK_A: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
     _, _, rho_bar, c_bar, rho_pg_bar = numbers
-    terminated, truncated, cut, valid = transition(x, strides, at, T)
+    terminated, truncated, cut, valid = transition(x, strides, at, T, DENSE)
     g, decay = discounts(x, strides, at, numbers, terminated, cut, DTYPE)
     ratio = log_ratio(x, strides, at, valid, DTYPE)
     reward = step_value(x.rewards, strides.rewards, at, valid, DTYPE)

@@ -120,10 +120,7 @@ def promote(version: str, root: Path = ROOT, history: Path | None = None) -> lis
     wrong = [row for row in candidate["rows"] if row.get("error")]
     if wrong:
         raise ReportError(f"{len(wrong)} rows of the candidate failed, first {case_of(wrong[0]).label}")
-    headline = headline_table(candidate)
-    close = "Where a baseline is close, by the clock of the call or of the device:"
-    about = f"{headline}\n\n{_headline_note(candidate)}\n\n{close}\n\n{close_table(candidate['rows'])}\n\nAll numbers:"
-
+    about = f"{summary(candidate)}\n\nAll numbers:"
     readme, page = root / "README.md", root / "docs" / "benchmarks.md"
     texts = {
         history / f"{version}.md": to_markdown(version, candidate),
@@ -328,13 +325,17 @@ def headline_table(data: dict[str, Any]) -> str:
     return table(("", "full-call", "x one op", "device", *(f"vs {name}" for name in others)), lines)
 
 
-def _headline_note(data: dict[str, Any]) -> str:
+def summary(data: dict[str, Any]) -> str:
+    """What the README shows of a report: one shape, how it was measured, and where a baseline is close."""
     about = data["environment"]
     shape = f"{HEADLINE[0]} environments x {HEADLINE[1]} steps"
-    return (
+    note = (
         f"{shape}, fp32, terminations and truncations 5 % each, on one {about['gpu']}, {about['date']} "
-        f"(torch {about['torch']}, triton {about['triton']}, `{about['command']}`)."
+        f"(torch {about['torch']}, triton {about['triton']}, `{about['command']}`). *x one op* is over one "
+        "`torch.add`. What a ratio compares took turns; from row to row the host's clock differs."
     )
+    close = "Where a baseline is close, by the clock of the call or of the device:"
+    return "\n\n".join((headline_table(data), note, close, close_table(data["rows"])))
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
