@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
@@ -22,8 +23,13 @@ from .scan import doubling_scan, join, time_innermost
 Outputs = tuple[Tensor, ...]
 
 kernel_serves = kernels.serves
-# vmap and its kin wrap tensors: their metadata is no plan's key.
 _innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
+
+
+def _transformed() -> bool:
+    """Whether tensors may be wrapped by `torch.func` or carry tangents: no plan's key shows that."""
+    return _innermost_transform() is not None or forward_ad._current_level >= 0
+
 
 _plans: dict[Any, tuple[Callable[[tuple[Any, ...], tuple[float, ...]], Outputs], Any]] = {}
 # Plans are small, but a caller whose shapes never repeat should not collect them for ever.
@@ -40,15 +46,16 @@ def run(
     time_dim: int,
     scalars: tuple[float, ...] = (),
     options: tuple[Any, ...] = (),
+    within: bool = False,
 ) -> Any:
     """Run an algorithm by the plan that its inputs' metadata asks for.
 
     `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call,
-    `options` what is part of the plan.
+    `options` what is part of the plan. `within` an operator, tensors are as plain as they look.
     """
     if torch.compiler.is_compiling():
         return _traced(algorithm, x, time_dim, scalars, options)
-    if _innermost_transform() is not None:
+    if not within and _transformed():
         return Formulas(algorithm, x, time_dim, options)(x, scalars)
     # The default dtype is the output's where no input floats.
     kind = (algorithm.name, time_dim, options, torch.get_default_dtype())
@@ -126,7 +133,7 @@ class Formulas:
             nothing = sum(v.sum() * 0 for v in x if isinstance(v, Tensor) and v.requires_grad)
             empty = x[0].new_empty(layout.shape, dtype=layout.dtype)
             return tuple(empty + nothing for _ in range(algorithm.outputs(self.options)))
-        seen = torch.compiler.is_compiling() or _innermost_transform() is not None
+        seen = torch.compiler.is_compiling() or _transformed()
         inputs = algorithm.inputs
         steps = inputs._make([time_first(name, value, layout) for name, value in zip(inputs._fields, x)])
         if "gamma" in inputs._fields and not seen:
@@ -141,8 +148,10 @@ class Formulas:
 
 
 def _number(coefficient: Any) -> Any:
-    """A coefficient that a module holds as a tensor on the CPU, as the number it is."""
-    if not isinstance(coefficient, Tensor) or coefficient.requires_grad:
+    """A number of any type as a float, and so one that a module holds as a tensor on the CPU."""
+    if not isinstance(coefficient, Tensor):
+        return float(coefficient)
+    if coefficient.requires_grad:
         return coefficient
     return coefficient.item() if coefficient.dim() == 0 and coefficient.device.type == "cpu" else coefficient
 
@@ -178,8 +187,8 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
         return doubling_scan(a, b, init, reverse)
     if time_innermost(a):
         x = (a.movedim(0, -1), b.movedim(0, -1), init)
-        return run(AFFINE, x, -1, (), (reverse,))[0].movedim(-1, 0)
-    return run(AFFINE, (a, b, init), 0, (), (reverse,))[0]
+        return run(AFFINE, x, -1, (), (reverse,), within=True)[0].movedim(-1, 0)
+    return run(AFFINE, (a, b, init), 0, (), (reverse,), within=True)[0]
 
 
 def _scan_in_order(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
@@ -237,7 +246,7 @@ def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: 
 
 
 class _TransformedScan(torch.autograd.Function):
-    """The scan under `torch.func`, which does not look into operators."""
+    """The scan under `torch.func` and forward-mode AD, which do not look into operators."""
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
@@ -266,7 +275,7 @@ class _TransformedScan(torch.autograd.Function):
 
 
 def _differentiable_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    if not torch.compiler.is_compiling() and _innermost_transform() is not None:
+    if not torch.compiler.is_compiling() and _transformed():
         return _TransformedScan.apply(a, b, init, reverse)
     return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
 

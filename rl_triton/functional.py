@@ -537,7 +537,8 @@ def affine_scan(
     `y[t] = a[t] + b[t] y[t−1]`, or `y[t] = a[t] + b[t] y[t+1]` with `reverse`
 
     There are no flags: a boundary is a row with `b[t] = 0`, which reads nothing of its neighbour, NaN
-    included.
+    included. Rows are composed in parallel: products of successive `b` must stay within the dtype's range
+    too, not `y` alone.
 
     Args:
         init: the `y` before the first row, or with `reverse` after the last; 0 if it is not given.

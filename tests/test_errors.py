@@ -1,5 +1,7 @@
 """Bad input gets one error that names the argument, what was expected and what came."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -138,3 +140,11 @@ def test_retrace_warns_once_of_the_approximated_policy(monkeypatch):
         rl_triton.compute_retrace(**kwargs)
     # A second warning would be an error here.
     rl_triton.compute_retrace(**kwargs)
+
+
+@pytest.mark.parametrize("number", [Fraction, np.float64, np.float32])
+def test_a_coefficient_may_be_any_real_number(path, device, number):
+    kwargs = problem("compute_gae", device=device)
+    (expected,) = call(rl_triton.compute_gae, kwargs | {"gamma": 0.75, "lambda_": 0.5})
+    given = {"gamma": number(0.75), "lambda_": number(0.5)}
+    assert torch.equal(call(rl_triton.compute_gae, kwargs | given)[0], expected)

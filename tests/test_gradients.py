@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import ALL_CHOICES, FULL, MAIN, call, choice_id, oracle, problem, thorough
 from poison import fill, floating, poisonable, unread
+from torch.autograd import forward_ad
 
 import rl_triton
 
@@ -153,6 +154,28 @@ def test_transforms_of_the_scan(path, device, reverse, with_init):
     for number in range(len(inputs)):
         by_rows = torch.func.jacrev(function, argnums=number)(*inputs)
         torch.testing.assert_close(torch.func.jacfwd(function, argnums=number)(*inputs), by_rows)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "given"), FULL, ids=choice_id)
+def test_tangents_outside_torch_func(path, device, name, given):
+    """Dual numbers give what `torch.func.jvp` gives, and leave nothing behind for the calls that follow."""
+    kwargs = problem(name, (2,), 5, given, dtype=torch.float64, device=device)
+    keys = floating(kwargs)
+    function = getattr(rl_triton, name)
+    plain = call(function, kwargs)
+    tangents = [torch.ones_like(kwargs[key]) for key in keys]
+
+    def of(*values):
+        return call(function, kwargs | dict(zip(keys, values, strict=True)))
+
+    expected = torch.func.jvp(of, tuple(kwargs[key] for key in keys), tuple(tangents))[1]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(kwargs[key], tangent) for key, tangent in zip(keys, tangents)]
+        got = [forward_ad.unpack_dual(y).tangent for y in of(*duals)]
+    for y, due in zip(got, expected, strict=True):
+        torch.testing.assert_close(y, due)
+    assert all(map(torch.equal, call(function, kwargs), plain))
 
 
 def test_gradients_per_environment(path, device):

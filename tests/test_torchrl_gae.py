@@ -385,6 +385,16 @@ def test_budget_that_runs_out():
     assert not out["advantage"][~valid].any()
 
 
+def test_single_pass_reads_no_budget_of_an_earlier_call():
+    net = value_net()
+    data = rollout(4, 12, rate=0.4)
+    expected = gae(value_network=net, single_pass=True)(data.copy())
+    short = gae(value_network=net, bootstrap_budget=1)(data)
+    assert not short["shifted_valid"].all()
+    again = gae(value_network=net, single_pass=True)(short.exclude("state_value", ("next", "state_value")))
+    assert_same(expected, again)
+
+
 def test_single_pass_with_functional_parameters():
     net = value_net()
     other: Any = TensorDict.from_module(value_net())

@@ -420,7 +420,11 @@ class Estimator(ValueEstimatorBase):
             value, next_value, valid = call(net, root, successors, needed, time_dim)
         data.set(key, value)
         following.set(key, next_value)
-        return value, next_value.detach(), None if self.bootstrap_budget is None else valid
+        if self.bootstrap_budget is None:
+            # Every row has its value: what an earlier call with a budget left out is no longer.
+            data.pop("shifted_valid", None)
+            valid = None
+        return value, next_value.detach(), valid
 
     def _value_rows(
         self,
