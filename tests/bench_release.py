@@ -93,7 +93,7 @@ def sweep(args: argparse.Namespace, candidate: report.Candidate) -> int:
             candidate.add(row)
             progress.write(f"{count} {describe(row)}")
             if i == 1:
-                # What the first case has loaded stays: no collection between timings need go through it again.
+                # What the first case has loaded stays: collections between timings need not go through it.
                 gc.freeze()
     return failures
 
