@@ -115,7 +115,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     block = block_t * steps
     length = T
     # Rows of many actions are not worth reading twice as soon as there is one for every multiprocessor.
-    if T > _ONE_LAUNCH and groups < (132 if actions else 264):
+    if T > _ONE_LAUNCH and groups < (132 if actions > 8 else 264):
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 1024)) // block) * block
     stages = min(stages, -(-length // block))
