@@ -96,10 +96,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "total_steps": 20_000_000,
         "device": "auto",
         "num_actors": 4,
-        "num_steps": 20,
-        "rollouts": 2,
+        "num_steps": 5,
         "optimizer": "rmsprop",
-        "learning_rate": 6e-4,
+        "learning_rate": 7e-4,
         "clip_rewards": True,
     },
 }
