@@ -106,9 +106,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def make_env(env_id: str, num_envs: int, seed: int) -> TransformedEnv:
     """An actor's environments, seen by TorchRL."""
-    if multiprocessing.parent_process() is not None:
-        # Ctrl-C reaches the whole process group; the learner alone answers it, and then ends its actors.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("torchrl").setLevel(logging.WARNING)
     # TorchRL is faster with the first; Atari's batch knows the second only.
     mode = AutoresetMode.SAME_STEP if env_id.startswith("ALE/") else AutoresetMode.DISABLED
@@ -137,15 +134,21 @@ class Actors:
             settings = {"backend_options": {"remote_configs": remote, "collector_kwargs": settings}}
         if not inline:
             settings |= {"backend": config.engine, "num_collectors": config.num_actors, "sync": False}
-        # The collector shares its policy with the actors: a copy, which changes when `publish` says so.
-        self.collector = Collector(
-            create_env_fn=constructors[0] if inline else constructors,
-            policy=copy.deepcopy(actor).to("cpu"),
-            frames_per_batch=frames,
-            # For ever; Ray's collector takes no -1.
-            total_frames=frames * 10**9,
-            **settings,
-        )
+        # Ctrl-C reaches the whole process group; the learner alone answers it, and then ends its actors. They
+        # are born ignoring it, since one that it ended on its way up would be waited for.
+        answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            # The collector shares its policy with the actors: a copy, which changes when `publish` says so.
+            self.collector = Collector(
+                create_env_fn=constructors[0] if inline else constructors,
+                policy=copy.deepcopy(actor).to("cpu"),
+                frames_per_batch=frames,
+                # For ever; Ray's collector takes no -1.
+                total_frames=frames * 10**9,
+                **settings,
+            )
+        finally:
+            signal.signal(signal.SIGINT, answer)
         if config.engine == "process":
             self._watch(len(multiprocessing.active_children()))
         self.stream: Iterator[TensorDictBase] | None = None
