@@ -187,7 +187,7 @@ def within_bounds(a, b, at, T, init, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def turned(rows, REVERSE: tl.constexpr, STEPS: tl.constexpr):
+def turned(rows, REVERSE: tl.constexpr):
     """Rows of a segment from time order to scan order, or back."""
     return rows[::-1] if REVERSE else rows
 
@@ -308,8 +308,8 @@ def scan_kernel(
             x, strides, at, T, (gamma, lambda_, bound_0, bound_1, bound_2), A, OPTION, DTYPE, BLOCK_A, DENSE
         )
         a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
-        a_rows = turned(split_rows(a_t, STEPS), REVERSE, STEPS)
-        b_rows = turned(split_rows(b_t, STEPS), REVERSE, STEPS)
+        a_rows = turned(split_rows(a_t, STEPS), REVERSE)
+        b_rows = turned(split_rows(b_t, STEPS), REVERSE)
 
         seg_a, seg_b = a_rows[0], b_rows[0]
         walked = ((seg_a, seg_b),)
@@ -332,9 +332,9 @@ def scan_kernel(
                 ys = ys + (y,)
                 aheads = aheads + (ahead,)
                 ahead = y
-            y = join_rows(turned(ys, REVERSE, STEPS), STEPS)
+            y = join_rows(turned(ys, REVERSE), STEPS)
             if LOOKS_AHEAD:
-                ahead = join_rows(turned(aheads, REVERSE, STEPS), STEPS)
+                ahead = join_rows(turned(aheads, REVERSE), STEPS)
             EMIT(outputs, out_stride, at, y, ahead, kept)
 
     if PHASE == REDUCE:
