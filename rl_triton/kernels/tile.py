@@ -98,29 +98,48 @@ def coefficient(ptr, stride, number, at, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def split_rows(x, STEPS: tl.constexpr):
-    """A dense tile of segments as one tile per row of a segment; all of it stays in its registers."""
+def split_rows(x, STEPS: tl.constexpr, SPREAD: tl.constexpr = False):
+    """A tile of segments as one tile per row of a segment; all of it stays in its registers."""
     rows = (x,)
-    # Each pass splits every tile into its even and its odd columns: the rows come in bit-reversed order.
+    # Each pass splits every tile in two; even and odd columns leave the rows in bit-reversed order.
     for _ in tl.static_range(3 if STEPS == 8 else STEPS // 2):
         halves = ()
         for row in tl.static_range(len(rows)):
-            halves = halves + tl.split(tl.reshape(rows[row], [x.shape[0], rows[row].shape[1] // 2, 2]))
+            halves = halves + halve(rows[row], SPREAD)
         rows = halves
-    return bit_reversed(rows, STEPS)
+    return rows if SPREAD else bit_reversed(rows, STEPS)
 
 
 @triton.jit
-def join_rows(rows, STEPS: tl.constexpr):
+def join_rows(rows, STEPS: tl.constexpr, SPREAD: tl.constexpr = False):
     """The inverse of `split_rows`."""
-    rows = bit_reversed(rows, STEPS)
+    rows = rows if SPREAD else bit_reversed(rows, STEPS)
     for _ in tl.static_range(3 if STEPS == 8 else STEPS // 2):
         joined = ()
         for pair in tl.static_range(len(rows) // 2):
-            even, odd = rows[2 * pair], rows[2 * pair + 1]
-            joined = joined + (tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]]),)
+            joined = joined + (join_halves(rows[2 * pair], rows[2 * pair + 1], SPREAD),)
         rows = joined
     return rows[0]
+
+
+@triton.jit
+def halve(x, SPREAD: tl.constexpr):
+    """The two halves of the columns of a spread tile; of others the even and the odd columns."""
+    N: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    if SPREAD:
+        return tl.split(tl.permute(tl.reshape(x, [N, 2, HALF]), 0, 2, 1))
+    else:
+        return tl.split(tl.reshape(x, [N, HALF, 2]))
+
+
+@triton.jit
+def join_halves(x, y, SPREAD: tl.constexpr):
+    """The inverse of `halve`."""
+    both = tl.join(x, y)
+    if SPREAD:
+        both = tl.permute(both, 0, 2, 1)
+    return tl.reshape(both, [x.shape[0], 2 * x.shape[1]])
 
 
 @triton.jit
@@ -266,8 +285,11 @@ def scan_kernel(
         f = row % F
         in_rows = b < B
     LAST: tl.constexpr = BLOCK_T - 1
-    # With time innermost, the rows of a segment are a vector, side by side in one thread.
-    DENSE: tl.constexpr = 1 if AXES == "features" else STEPS
+    # With time innermost the rows of a segment are a vector, side by side in one thread. With features
+    # innermost they are spread, the first row of every segment before the second of any: lanes differ in
+    # their segments, and meet in fewer banks of shared memory so.
+    SPREAD: tl.constexpr = AXES == "features"
+    DENSE: tl.constexpr = 1 if SPREAD else STEPS
     EXCLUSIVE: tl.constexpr = (PHASE != REDUCE) and (LOOKS_AHEAD or STEPS > 1)
 
     zeros = tl.zeros([BLOCK_N, 1], DTYPE)
@@ -301,15 +323,16 @@ def scan_kernel(
         index = first + (blocks - 1 - block if REVERSE else block)
         # Segments go in scan order, so that every scan is a forward one; the rows of one in time order.
         i = tl.arange(0, BLOCK_T * STEPS)[None, :]
-        segment = LAST - i // STEPS if REVERSE else i // STEPS
-        t = index * (BLOCK_T * STEPS) + segment * STEPS + i % STEPS
+        segment, step = (i % BLOCK_T, i // BLOCK_T) if SPREAD else (i // STEPS, i % STEPS)
+        segment = LAST - segment if REVERSE else segment
+        t = index * (BLOCK_T * STEPS) + segment * STEPS + step
         at = (b, f, t, in_rows, t < T)
         a_t, b_t, kept = TERMS(
             x, strides, at, T, (gamma, lambda_, bound_0, bound_1, bound_2), A, OPTION, DTYPE, BLOCK_A, DENSE
         )
         a_t, b_t = within_bounds(a_t, b_t, at, T, init, REVERSE)
-        a_rows = turned(split_rows(a_t, STEPS), REVERSE)
-        b_rows = turned(split_rows(b_t, STEPS), REVERSE)
+        a_rows = turned(split_rows(a_t, STEPS, SPREAD), REVERSE)
+        b_rows = turned(split_rows(b_t, STEPS, SPREAD), REVERSE)
 
         seg_a, seg_b = a_rows[0], b_rows[0]
         walked = ((seg_a, seg_b),)
@@ -332,9 +355,9 @@ def scan_kernel(
                 ys = ys + (y,)
                 aheads = aheads + (ahead,)
                 ahead = y
-            y = join_rows(turned(ys, REVERSE), STEPS)
+            y = join_rows(turned(ys, REVERSE), STEPS, SPREAD)
             if LOOKS_AHEAD:
-                ahead = join_rows(turned(aheads, REVERSE), STEPS)
+                ahead = join_rows(turned(aheads, REVERSE), STEPS, SPREAD)
             EMIT(outputs, out_stride, at, y, ahead, kept)
 
     if PHASE == REDUCE:
