@@ -13,7 +13,7 @@ from .functional import (
 )
 from .warmup import warmup
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 __all__ = [
     "affine_scan",

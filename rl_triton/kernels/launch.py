@@ -78,7 +78,9 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     axes = "features" if F >= 16 or (F > 1 and B == 1) else "time" if F == 1 else "mixed"
     # Small rollouts end before the instructions that eight rows to a segment save would count.
     small = T <= 128 and rows * T <= 2**21
-    steps = min(4 if actions or small or axes == "features" else 8, power_of_2(T))
+    narrow = axes == "features" and rows < 2048 and T <= _ONE_LAUNCH
+    short = actions or small or (axes == "features" and not narrow)
+    steps = min(4 if short else 8, power_of_2(T))
     segments = power_of_2(-(-T // steps))
     # Blocks that are on their way while one is scanned.
     stages, block_a = 3, 1
@@ -89,10 +91,10 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
             block_n, block_t = 64, 2
         elif rows >= 8192:
             block_n, block_t = 32, 4
-        elif rows >= 2048 or T > _ONE_LAUNCH:
+        elif not narrow:
             block_n, block_t = 16, 8
         else:
-            block_n, block_t, stages = 4, 128, 1
+            block_n, block_t = 4, 32
         block_n, block_t = min(block_n, power_of_2(F)), min(block_t, segments)
         groups = B * -(-F // block_n)
     else:
