@@ -445,22 +445,38 @@ class Log:
         self.writer.writerow(row)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write the summary and the pictures, and print the stage table."""
+        """Write the pictures and the summary, and print the stage table and what was reached."""
         if not self.active:
             return
         self.bar.close()
         with writing(self.dir):
             self.board.close()
             self.file.close()
-            (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
             pictures = [
                 plot_returns([self.rows], axis, self.dir / f"return_vs_{axis}.png", summary["env_id"])
                 for axis in ("steps", "seconds")
             ]
+            # Last: `is_summarised` takes it for a sign that the rest is there.
+            (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
         stages = summary["stages"]
         print(stage_table({summary["estimator"]: stages}))
         print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
+        mean, stop_at = summary["mean_return"], self.settings["stop_at"]
+        outcome = [
+            f"{summary['steps']} steps in {summary['seconds']:.0f} s",
+            "no episode ended" if mean is None else f"last mean return {mean:.1f}",
+            f"evaluated at {summary['eval_return']:.1f}",
+        ]
+        if stop_at is not None:
+            outcome.append(f"--stop-at {stop_at:g} {'' if summary['reached_stop_at'] else 'not '}reached")
+        print(", ".join(outcome))
         print(f"log: {self.dir}   pictures: {' '.join(map(str, pictures))}")
+
+
+def is_summarised(folder: Path, steps: int) -> bool:
+    """Whether the run in `folder` has left all its files after `steps` steps."""
+    path = folder / "summary.json"
+    return path.exists() and json.loads(path.read_text())["steps"] == steps
 
 
 def read_progress(path: Path) -> list[dict[str, float]]:
@@ -612,20 +628,34 @@ BURN_IN = 3
 
 
 def train(trainer: Trainer, config: Any) -> None:
-    """A whole run: iterations, log, evaluations, checkpoints, and at the end the summary and the pictures."""
+    """A whole run: iterations, log, evaluations, checkpoints, and at the end the pictures and the summary."""
     interrupt, ranks, stages = Interrupt(), trainer.ranks, trainer.stages
-    log, returns = Log(config, ranks.main), Returns(trainer.num_envs)
-    seconds_before = 0.0
+    returns, seconds_before = Returns(trainer.num_envs), 0.0
     if config.resume:
         state = load_checkpoint(config.resume)
         try:
             trainer.load_state_dict(state)
         except (KeyError, RuntimeError, ValueError) as error:
             fail(f"--resume {config.resume} does not fit the settings: {error}")
+        returns.load_state_dict(state["returns"])
+        met = {}
+        if returns.reached(config.stop_at):
+            met[f"--stop-at {config.stop_at:g}"] = f"its mean return is {returns.mean():.1f}"
+        if trainer.steps >= config.total_steps:
+            met[f"--total-steps {config.total_steps}"] = f"it took {trainer.steps} steps"
+        folder = checkpoint_path(config.resume).parent
+        if ranks.any(bool(met) and is_summarised(folder, state["steps"])):
+            if ranks.main:
+                print(f"{folder} is complete: {' and '.join(met.values())}.")
+                print(f"To go on, give more than {' and '.join(met)}.")
+                if config.video:
+                    trainer.film(folder / "video")
+            trainer.close()
+            return
         if ranks.main and not trainer.saves_envs:
             print("These environments cannot be saved: their episodes start anew.")
         seconds_before = state["seconds"]
-        returns.load_state_dict(state["returns"])
+    log = Log(config, ranks.main)
     log.start(trainer.steps)
 
     def save() -> None:

@@ -1,5 +1,6 @@
 """The IMPALA trainer and the end-to-end benchmark."""
 
+import contextlib
 import csv
 import importlib
 import json
@@ -71,17 +72,21 @@ def environment():
     return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
-def start(logdir, *flags):
-    """An endless run in a session of its own, once its first checkpoint is there."""
-    endless = ("--total-steps=100000000", "--checkpoint-every=1", "--eval-episodes=1")
-    process = subprocess.Popen(
-        command(logdir, *endless, *flags),
+def launch(logdir, *flags):
+    """A run in a session of its own."""
+    return subprocess.Popen(
+        command(logdir, "--eval-episodes=1", *flags),
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def start(logdir, *flags):
+    """An endless one, once its first checkpoint is there."""
+    process = launch(logdir, "--total-steps=100000000", "--checkpoint-every=1", *flags)
     deadline = time.monotonic() + 120
     while not (logdir / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < deadline
@@ -213,6 +218,22 @@ def test_ctrl_c_reaches_actors_too_and_still_exits_cleanly(tmp_path):
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
     assert json.loads((tmp_path / "summary.json").read_text())["interrupted"]
+
+
+def test_ctrl_c_while_actors_start_hangs_nothing(tmp_path):
+    process = launch(tmp_path, "--engine=process")
+    try:
+        deadline = time.monotonic() + 60
+        while not actor_processes(process):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        # Actors hold the pipe too: that it ends says that they are gone.
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_torchrun_learners_share_a_run(tmp_path):

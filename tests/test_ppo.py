@@ -234,6 +234,45 @@ def test_run_leaves_log_pictures_and_summary_and_resumes_after_a_kill(tmp_path):
         assert list(tmp_path.glob(pattern))
 
 
+def test_end_says_what_was_reached_and_a_complete_run_is_left_as_it_is(tmp_path, monkeypatch, capsys):
+    # The handler of Ctrl-C stays pytest's.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    flags = {"logdir": str(tmp_path), "estimator": "loop", "eval_episodes": 2, "total_steps": 100_000}
+
+    def run(**changes):
+        trainer = make(**flags | changes)
+        common.train(trainer, trainer.config)
+        return capsys.readouterr().out.splitlines()
+
+    *_, outcome, log = run(stop_at=5.0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    steps, mean = summary["steps"], f"{summary['mean_return']:.1f}"
+    assert outcome.startswith(f"{steps} steps in ") and log.startswith("log: ")
+    assert (
+        f"last mean return {mean}, evaluated at {summary['eval_return']:.1f}, --stop-at 5 reached" in outcome
+    )
+
+    flags["resume"] = str(tmp_path)
+    left = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run(stop_at=5.0) == [
+        f"{tmp_path} is complete: its mean return is {mean}.",
+        "To go on, give more than --stop-at 5.",
+    ]
+    assert run(stop_at=1000.0, total_steps=steps) == [
+        f"{tmp_path} is complete: it took {steps} steps.",
+        f"To go on, give more than --total-steps {steps}.",
+    ]
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
+
+    more = {"stop_at": 1000.0, "total_steps": steps + 1}
+    *_, outcome, _ = run(**more)
+    assert outcome.startswith(f"{steps + 64} steps in ") and outcome.endswith("--stop-at 1000 not reached")
+    # A run that was ended before its last file was written catches up on that.
+    (tmp_path / "summary.json").unlink()
+    assert run(**more)[-1] == log
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == steps + 64
+
+
 def finished_run(folder, seed, returns, **changes):
     """A run as the trainers leave it, a row per 100 steps."""
     folder.mkdir()
