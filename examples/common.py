@@ -338,11 +338,16 @@ def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Replace the checkpoint at `path` by `state`, or leave it as it was."""
     buffer = io.BytesIO()
     torch.save({**state, "rng": GlobalRNGState().state_dict()}, buffer)
+    replace_file(path, buffer.getbuffer())
+
+
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file whole, or leave it as it was."""
     fresh = path.with_suffix(".tmp")
     try:
         with writing(path):
             with fresh.open("wb") as file:
-                file.write(buffer.getbuffer())
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(fresh, path)
@@ -456,8 +461,8 @@ class Log:
                 plot_returns([self.rows], axis, self.dir / f"return_vs_{axis}.png", summary["env_id"])
                 for axis in ("steps", "seconds")
             ]
-            # Last: `is_summarised` takes it for a sign that the rest is there.
-            (self.dir / "summary.json").write_text(json.dumps(summary, indent=2))
+        # Last: `is_summarised` takes it for a sign that the rest is there.
+        replace_file(self.dir / "summary.json", json.dumps(summary, indent=2).encode())
         stages = summary["stages"]
         print(stage_table({summary["estimator"]: stages}))
         print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")

@@ -116,8 +116,7 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
         stages = 1 if actions > 8 or axes == "features" else 2 if rows >= 2048 else 3
     block = block_t * steps
     length = T
-    # Rows of many actions are not worth reading twice as soon as there is one for every multiprocessor.
-    if T > _ONE_LAUNCH and groups < (132 if actions > 8 else 264):
+    if T > _ONE_LAUNCH and groups < 264:
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 1024)) // block) * block
     stages = min(stages, -(-length // block))
