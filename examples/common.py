@@ -372,7 +372,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any], ranks: Ranks, seed: int) -> None:
     """Draw on from where the first process was; the others start from fresh seeds."""
     if ranks.main:
-        GlobalRNGState().load_state_dict(state["rng"])
+        rng = dict(state["rng"])
+        # A run may go on with fewer GPUs than it began with, or with none.
+        devices = rng.pop("torch_cuda", [])[: torch.cuda.device_count()]
+        GlobalRNGState().load_state_dict({**rng, "torch_cuda": devices} if devices else rng)
     else:
         torch.manual_seed(seed + 1000 * ranks.rank + state["steps"])
 

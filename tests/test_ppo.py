@@ -158,6 +158,20 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_by_bit(tmp_path, settings):
     assert torch.equal(straight.batch["observation"], second.batch["observation"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_checkpoint_of_a_run_on_a_gpu_is_resumed_without_one(tmp_path):
+    first = make()
+    first.iterate()
+    state = {"config": {}, "steps": first.steps}
+    common.save_checkpoint(tmp_path / "checkpoint.pt", first.state_dict() | state)
+    found = common.load_checkpoint(tmp_path)
+    found["rng"]["torch_cuda"] = [torch.zeros(16, dtype=torch.uint8)]
+    second = make()
+    second.load_state_dict(found)
+    second.iterate()
+    assert second.steps == 2 * first.steps
+
+
 def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
     path = tmp_path / "checkpoint.pt"
     common.save_checkpoint(path, {"config": {}, "steps": 1})
