@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import platform
 import signal
@@ -21,6 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -30,6 +32,8 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.checkpoint import GlobalRNGState
+
+import rl_triton
 
 
 def fail(message: object) -> NoReturn:
@@ -83,6 +87,7 @@ class RunConfig:
 
 
 C = TypeVar("C", bound=RunConfig)
+MAY_BE_ZERO = ("seed", "threads", "eval_every", "checkpoint_every")
 
 
 def parse(
@@ -108,12 +113,20 @@ def parse(
         fail(f"--resume {chosen.resume} was written by another trainer: it has the settings {unknown}")
     description = sys.modules["__main__"].__doc__
     parsed = tyro.cli(config, default=config(**settings), args=args, description=description)
-    if parsed.total_steps < 1:
-        fail(f"--total-steps must be at least 1, got {parsed.total_steps}")
+    # All before anything is started that would have to be ended again.
+    for key, value in dataclasses.asdict(parsed).items():
+        least = 0 if key in MAY_BE_ZERO else 1
+        if type(value) is int and value < least:
+            fail(f"--{key.replace('_', '-')} must be at least {least}, got {value}")
+    for flag, package in (("wandb", "wandb"), ("video", "moviepy")):
+        if getattr(parsed, flag) and find_spec(package) is None:
+            fail(f"--{flag} needs the package {package}: pip install {package}")
     if parsed.logdir is not None:
-        # Before anything is started that would have to be ended again.
-        with writing(Path(parsed.logdir)):
-            Path(parsed.logdir).mkdir(parents=True, exist_ok=True)
+        path = Path(parsed.logdir)
+        if not parsed.resume and (path / "checkpoint.pt").exists():
+            fail(f"--logdir {path} holds a run: go on with --resume {path}, or choose another directory")
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
     else:
         start = time.strftime("%Y%m%d-%H%M%S")
         parts = (parsed.env_id.replace("/", "-"), name, parsed.estimator, parsed.seed, start)
@@ -182,11 +195,26 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.set = False
-        signal.signal(signal.SIGINT, self._handle)
+        self.before = signal.signal(signal.SIGINT, self._handle)
+
+    def restore(self) -> None:
+        """Leave Ctrl-C to whom it was."""
+        signal.signal(signal.SIGINT, self.before)
 
     def _handle(self, *_: object) -> None:
+        if self.set:
+            kill_children()
+            os._exit(130)
         self.set = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Unbuffered, since the handler may interrupt a print.
+        os.write(2, b"\nCtrl-C: the run ends with this iteration; a second one ends it at once.\n")
+
+
+def kill_children() -> None:
+    """End the processes that the interpreter would wait for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 # Stage times
@@ -394,10 +422,7 @@ class Log:
             self.dir.mkdir(parents=True, exist_ok=True)
             (self.dir / "config.json").write_text(json.dumps(self.settings, indent=2))
         if config.wandb:
-            try:
-                wandb: Any = importlib.import_module("wandb")
-            except ImportError:
-                fail("--wandb needs the package wandb: pip install wandb")
+            wandb: Any = importlib.import_module("wandb")
             wandb.init(
                 project="rl_triton",
                 name=self.dir.name,
@@ -572,11 +597,12 @@ class Returns:
 def versions() -> dict[str, str]:
     """Versions of what a result depends on, the GPU, and the commit of the working tree."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "torchrl", "tensordict", "gymnasium", "rl-triton"):
+    for name in ("torch", "triton", "torchrl", "tensordict", "gymnasium"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = "not installed"
+    found["rl_triton"] = rl_triton.__version__
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     try:
@@ -635,16 +661,29 @@ class Trainer(Protocol):
 BURN_IN = 3
 
 
-def train(trainer: Trainer, config: Any) -> None:
+def train(make: Callable[[C], Trainer], config: C) -> None:
+    """Make the trainer and run it from beginning to end."""
+    interrupt = Interrupt()
+    try:
+        run(make(config), config, interrupt)
+    except BaseException:
+        kill_children()
+        raise
+    finally:
+        interrupt.restore()
+
+
+def run(trainer: Trainer, config: RunConfig, interrupt: Interrupt) -> None:
     """A whole run: iterations, log, evaluations, checkpoints, and at the end the pictures and the summary."""
-    interrupt, ranks, stages = Interrupt(), trainer.ranks, trainer.stages
+    ranks, stages = trainer.ranks, trainer.stages
     returns, seconds_before = Returns(trainer.num_envs), 0.0
     if config.resume:
         state = load_checkpoint(config.resume)
         try:
             trainer.load_state_dict(state)
         except (KeyError, RuntimeError, ValueError) as error:
-            fail(f"--resume {config.resume} does not fit the settings: {error}")
+            problem = " ".join(str(error).split())
+            fail(f"--resume {config.resume} does not fit the settings: {problem:.200}")
         returns.load_state_dict(state["returns"])
         met = {}
         if returns.reached(config.stop_at):

@@ -1,6 +1,7 @@
 """PPO learns CartPole-v1 with rl_triton's GAE, then with TorchRL's on the same seed: `make demo`."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ RUNS = Path("runs", "demo")
 
 def main() -> None:
     summaries = {}
+    shutil.rmtree(RUNS, ignore_errors=True)
     for estimator in ("triton", "torchrl"):
         print(f"\n== PPO on CartPole-v1, advantages by {estimator}", flush=True)
         flags = (

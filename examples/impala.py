@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,9 +135,11 @@ class Actors:
             settings = {"backend_options": {"remote_configs": remote, "collector_kwargs": settings}}
         if not inline:
             settings |= {"backend": config.engine, "num_collectors": config.num_actors, "sync": False}
-        # Ctrl-C reaches the whole process group; the learner alone answers it, and then ends its actors. They
-        # are born ignoring it, since one that it ended on its way up would be waited for.
-        answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C reaches the whole process group; the learner alone answers it, once its actors are up, and
+        # then ends them. They inherit that it is blocked: one that it ended on its way up would be waited
+        # for. Multiprocessing's tracker lifts the block when it starts, so it is there before.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             # The collector shares its policy with the actors: a copy, which changes when `publish` says so.
             self.collector = Collector(
@@ -148,7 +151,7 @@ class Actors:
                 **settings,
             )
         finally:
-            signal.signal(signal.SIGINT, answer)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if config.engine == "process":
             self._watch(len(multiprocessing.active_children()))
         self.stream: Iterator[TensorDictBase] | None = None
@@ -399,4 +402,4 @@ class IMPALA:
 
 if __name__ == "__main__":
     config = common.parse(Config, PRESETS, name="impala")
-    common.train(IMPALA(config), config)
+    common.train(IMPALA, config)

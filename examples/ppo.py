@@ -166,7 +166,9 @@ class PPO:
     def _build_networks(self) -> None:
         config, shape = self.config, self.envs.observation_shape
         if len(shape) != 1:
-            fail(f"--env-id {config.env_id}: observations must be vectors, got shape {shape}")
+            fail(
+                f"--env-id {config.env_id}: observations must be vectors, got {shape}; impala.py takes images"
+            )
         size = shape[0]
         self.norm = RunningNorm(size) if config.normalize_observations else None
 
@@ -341,4 +343,4 @@ class PPO:
 
 if __name__ == "__main__":
     config = common.parse(Config, PRESETS, name="ppo")
-    common.train(PPO(config), config)
+    common.train(PPO, config)

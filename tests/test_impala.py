@@ -220,16 +220,25 @@ def test_ctrl_c_reaches_actors_too_and_still_exits_cleanly(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["interrupted"]
 
 
-def test_ctrl_c_while_actors_start_hangs_nothing(tmp_path):
-    process = launch(tmp_path, "--engine=process")
+def test_second_ctrl_c_is_immediate(tmp_path):
+    process = start(tmp_path, "--engine=process", "--eval-episodes=1000000")
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(2)
+    # Actors hold the pipe too: that it ends says that they are gone.
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "a second one ends it at once" in errors
+
+
+def test_ctrl_c_while_actors_start_is_answered_once_they_are_up(tmp_path):
+    process = launch(tmp_path, "--engine=process", "--total-steps=100000000")
     try:
         deadline = time.monotonic() + 60
         while not actor_processes(process):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        # Actors hold the pipe too: that it ends says that they are gone.
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=90)
         assert process.returncode == 0, errors
     finally:
         with contextlib.suppress(ProcessLookupError):

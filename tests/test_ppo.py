@@ -194,6 +194,8 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
         ("--logdir /dev/null/run", "cannot write /dev/null/run: Not a directory"),
         ("--device cuda:x", "--device"),
         ("--minibatches 7", "--minibatches 7 must divide"),
+        ("--num-envs 0", "--num-envs must be at least 1, got 0"),
+        ("--checkpoint-every -1", "--checkpoint-every must be at least 0, got -1"),
         ("--cudagraphs", "--cudagraphs needs"),
         ("--resume /nowhere", "--resume /nowhere: No such file"),
         (f"--resume {__file__}", "is not a checkpoint"),
@@ -204,6 +206,24 @@ def test_bad_input_is_one_line(flags, message, monkeypatch):
     with pytest.raises(SystemExit, match=message) as error:
         runpy.run_path(str(EXAMPLES / "ppo.py"), run_name="__main__")
     assert str(error.value).startswith("error: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "package"), [("--wandb", "wandb"), ("--video", "moviepy")], ids=["wandb", "video"]
+)
+def test_missing_package_is_named_before_anything_is_written(flag, package, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=f"{flag} needs the package {package}"):
+        common.parse(ppo.Config, {}, "ppo", [flag, f"--logdir={tmp_path / 'run'}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_directory_of_another_run_is_left_alone(tmp_path):
+    common.save_checkpoint(tmp_path / "checkpoint.pt", {"config": {}, "steps": 1})
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit, match=f"--logdir {tmp_path} holds a run: go on with --resume {tmp_path}"):
+        common.parse(ppo.Config, {}, "ppo", [f"--logdir={tmp_path}"])
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
 @pytest.mark.parametrize("flags", ["--nonsense 3", "--estimator guess", "--num-envs many"])
@@ -248,14 +268,12 @@ def test_run_leaves_log_pictures_and_summary_and_resumes_after_a_kill(tmp_path):
         assert list(tmp_path.glob(pattern))
 
 
-def test_end_says_what_was_reached_and_a_complete_run_is_left_as_it_is(tmp_path, monkeypatch, capsys):
-    # The handler of Ctrl-C stays pytest's.
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+def test_end_says_what_was_reached_and_a_complete_run_is_left_as_it_is(tmp_path, capsys):
     flags = {"logdir": str(tmp_path), "estimator": "loop", "eval_episodes": 2, "total_steps": 100_000}
 
     def run(**changes):
         trainer = make(**flags | changes)
-        common.train(trainer, trainer.config)
+        common.train(lambda _: trainer, trainer.config)
         return capsys.readouterr().out.splitlines()
 
     *_, outcome, log = run(stop_at=5.0)
@@ -426,6 +444,6 @@ def test_cartpole_is_learned_in_graphs(tmp_path):
         }
     )
     config.env_id = "rl_triton/CartPole-v1"
-    common.train(ppo.PPO(config), config)
+    common.train(ppo.PPO, config)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reached_stop_at"] and summary["eval_return"] >= 475
