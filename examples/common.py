@@ -212,7 +212,8 @@ class Interrupt:
 
 def kill_children() -> None:
     """End the processes that the interpreter would wait for."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
         child.kill()
 

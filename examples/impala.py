@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +117,22 @@ def make_env(env_id: str, num_envs: int, seed: int) -> TransformedEnv:
     return env
 
 
+@contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Put Ctrl-C off; processes that are started meanwhile never hear it.
+
+    It reaches the whole process group, but the learner alone is to answer it, and then ends its actors: one
+    that Ctrl-C ended on its way up would be waited for.
+    """
+    # Multiprocessing's tracker lifts the block when it starts, so it is there before.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Actors:
     """A stream of rollouts `[num_envs, num_steps]` from actors that run on while the learner works."""
 
@@ -135,12 +152,7 @@ class Actors:
             settings = {"backend_options": {"remote_configs": remote, "collector_kwargs": settings}}
         if not inline:
             settings |= {"backend": config.engine, "num_collectors": config.num_actors, "sync": False}
-        # Ctrl-C reaches the whole process group; the learner alone answers it, once its actors are up, and
-        # then ends them. They inherit that it is blocked: one that it ended on its way up would be waited
-        # for. Multiprocessing's tracker lifts the block when it starts, so it is there before.
-        resource_tracker.ensure_running()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with ctrl_c_waits() if config.engine == "process" else nullcontext():
             # The collector shares its policy with the actors: a copy, which changes when `publish` says so.
             self.collector = Collector(
                 create_env_fn=constructors[0] if inline else constructors,
@@ -150,8 +162,6 @@ class Actors:
                 total_frames=frames * 10**9,
                 **settings,
             )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if config.engine == "process":
             self._watch(len(multiprocessing.active_children()))
         self.stream: Iterator[TensorDictBase] | None = None
