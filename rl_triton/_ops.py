@@ -137,7 +137,8 @@ class Formulas:
         inputs = algorithm.inputs
         steps = inputs._make([time_first(name, value, layout) for name, value in zip(inputs._fields, x)])
         if "gamma" in inputs._fields and not seen:
-            steps = steps._replace(gamma=_number(steps.gamma), lambda_=_number(steps.lambda_))
+            gamma, lambda_ = (_number(c, layout.compute) for c in (steps.gamma, steps.lambda_))
+            steps = steps._replace(gamma=gamma, lambda_=lambda_)
         scan = algorithm.stage(steps, scalars, self.options)
         if seen or _needs_grad((scan.a, scan.b, scan.init)):
             y = _differentiable_scan(scan.a, scan.b, scan.init, scan.reverse)
@@ -147,10 +148,11 @@ class Formulas:
         return tuple(y if y.dtype == layout.dtype else y.to(layout.dtype) for y in outputs)
 
 
-def _number(coefficient: Any) -> Any:
-    """A number of any type as a float, and so one that a module holds as a tensor on the CPU."""
+def _number(coefficient: Any, dtype: torch.dtype) -> Any:
+    """A number as a float of that precision, and so one that a module holds as a tensor on the CPU."""
     if not isinstance(coefficient, Tensor):
-        return float(coefficient)
+        # Each is rounded before they are multiplied, as in a kernel.
+        return torch.tensor(float(coefficient), dtype=dtype, device="cpu").item()
     if coefficient.requires_grad:
         return coefficient
     return coefficient.item() if coefficient.dim() == 0 and coefficient.device.type == "cpu" else coefficient

@@ -143,3 +143,12 @@ def test_inputs_are_left_alone_and_shared_with_no_output(path, device, name, giv
         storages = [x.untyped_storage().data_ptr() for x in (*outputs, *tensors.values())]
         assert len(set(storages)) == len(storages)
         assert all(torch.equal(tensors[k], before[k]) for k in tensors)
+
+
+@pytest.mark.parametrize(("gamma", "lambda_"), [(0.9999, 0.999999), (0.999, 0.999)])
+def test_gamma_and_lambda_are_rounded_each_before_they_are_multiplied(gamma, lambda_):
+    T = 4096
+    traces = rl_triton.compute_eligibility_traces(torch.ones(1, T), torch.zeros(1, T), gamma, lambda_)[0]
+    decay = torch.tensor(gamma).double() * torch.tensor(lambda_).double()
+    expected = (1 - decay ** torch.arange(1, T + 1)) / (1 - decay)
+    torch.testing.assert_close(traces.double(), expected, rtol=1e-5, atol=0)
