@@ -8,6 +8,7 @@ formulas, and only the scan needs a rule of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_float
 from operator import itemgetter
 from typing import Any
 
@@ -152,7 +153,8 @@ def _number(coefficient: Any, dtype: torch.dtype) -> Any:
     """A number as a float of that precision, and so one that a module holds as a tensor on the CPU."""
     if not isinstance(coefficient, Tensor):
         # Each is rounded before they are multiplied, as in a kernel.
-        return torch.tensor(float(coefficient), dtype=dtype, device="cpu").item()
+        number = float(coefficient)
+        return number if dtype == torch.float64 else c_float(number).value
     if coefficient.requires_grad:
         return coefficient
     return coefficient.item() if coefficient.dim() == 0 and coefficient.device.type == "cpu" else coefficient
