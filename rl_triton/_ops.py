@@ -8,29 +8,20 @@ formulas, and only the scan needs a rule of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_float
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
 from ._layout import COEFFICIENTS, Layout, resolve, time_first
-from .scan import doubling_scan, join, time_innermost
+from .scan import doubling_scan, join, time_innermost, transformed
 
 Outputs = tuple[Tensor, ...]
 
 kernel_serves = kernels.serves
-_innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
-
-
-def _transformed() -> bool:
-    """Whether tensors may be wrapped by `torch.func` or carry tangents: no plan's key shows that."""
-    return _innermost_transform() is not None or forward_ad._current_level >= 0
-
 
 _plans: dict[Any, tuple[Callable[[tuple[Any, ...], tuple[float, ...]], Outputs], Any]] = {}
 # Plans are small, but a caller whose shapes never repeat should not collect them for ever.
@@ -56,7 +47,7 @@ def run(
     """
     if torch.compiler.is_compiling():
         return _traced(algorithm, x, time_dim, scalars, options)
-    if not within and _transformed():
+    if not within and transformed():
         return Formulas(algorithm, x, time_dim, options)(x, scalars)
     # The default dtype is the output's where no input floats.
     kind = (algorithm.name, time_dim, options, torch.get_default_dtype())
@@ -134,12 +125,11 @@ class Formulas:
             nothing = sum(v.sum() * 0 for v in x if isinstance(v, Tensor) and v.requires_grad)
             empty = x[0].new_empty(layout.shape, dtype=layout.dtype)
             return tuple(empty + nothing for _ in range(algorithm.outputs(self.options)))
-        seen = torch.compiler.is_compiling() or _transformed()
+        seen = transformed()
         inputs = algorithm.inputs
         steps = inputs._make([time_first(name, value, layout) for name, value in zip(inputs._fields, x)])
-        if "gamma" in inputs._fields and not seen:
-            gamma, lambda_ = (_number(c, layout.compute) for c in (steps.gamma, steps.lambda_))
-            steps = steps._replace(gamma=gamma, lambda_=lambda_)
+        if "gamma" in inputs._fields:
+            steps = steps._replace(gamma=_number(steps.gamma, seen), lambda_=_number(steps.lambda_, seen))
         scan = algorithm.stage(steps, scalars, self.options)
         if seen or _needs_grad((scan.a, scan.b, scan.init)):
             y = _differentiable_scan(scan.a, scan.b, scan.init, scan.reverse)
@@ -149,15 +139,13 @@ class Formulas:
         return tuple(y if y.dtype == layout.dtype else y.to(layout.dtype) for y in outputs)
 
 
-def _number(coefficient: Any, dtype: torch.dtype) -> Any:
-    """A number as a float of that precision, and so one that a module holds as a tensor on the CPU."""
+def _number(coefficient: Any, seen: bool) -> Any:
+    """A number as a float, and so one that a module holds as a tensor on the CPU."""
     if not isinstance(coefficient, Tensor):
-        # Each is rounded before they are multiplied, as in a kernel.
-        number = float(coefficient)
-        return number if dtype == torch.float64 else c_float(number).value
-    if coefficient.requires_grad:
+        return float(coefficient)
+    if seen or coefficient.requires_grad or coefficient.dim() > 0 or coefficient.device.type != "cpu":
         return coefficient
-    return coefficient.item() if coefficient.dim() == 0 and coefficient.device.type == "cpu" else coefficient
+    return coefficient.item()
 
 
 def _traced(
@@ -279,7 +267,7 @@ class _TransformedScan(torch.autograd.Function):
 
 
 def _differentiable_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    if not torch.compiler.is_compiling() and _transformed():
+    if not torch.compiler.is_compiling() and transformed():
         return _TransformedScan.apply(a, b, init, reverse)
     return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
 

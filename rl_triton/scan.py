@@ -12,9 +12,19 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+_innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  # noqa: B009
 
 # Elements below which a view costs more than the order it saves: 8 x 128 on a CPU.
 _SMALL = 1 << 14
+
+
+def transformed() -> bool:
+    """Whether tensors may be a compiler's, wrapped by `torch.func` or duals: nothing about them shows it."""
+    return (
+        torch.compiler.is_compiling() or _innermost_transform() is not None or forward_ad._current_level >= 0
+    )
 
 
 def time_innermost(x: Tensor) -> bool:

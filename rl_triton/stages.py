@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._layout import COEFFICIENTS, EDGES, FLAGS, PER_ACTION
-from .scan import join
+from .scan import join, transformed
 
 
 class Scan(NamedTuple):
@@ -66,8 +66,8 @@ def readable(x: Any, *coefficients: Tensor | float) -> Any:
     for c in coefficients:
         if isinstance(x, Tensor) and (isinstance(c, Tensor) or c == 0):
             hidden = torch.as_tensor(c == 0, device=x.device)
-            if isinstance(c, Tensor) and c.requires_grad:
-                # What is finite stays, for the sake of the coefficient's own gradient.
+            if isinstance(c, Tensor) and (c.requires_grad or transformed()):
+                # What is finite stays, for the sake of the coefficient's own derivative.
                 hidden = hidden & ~torch.isfinite(x)
             x = torch.where(hidden, 0, x)
     return x
@@ -79,19 +79,19 @@ def scale(c: Tensor | float, x: Tensor) -> Tensor:
 
 
 def where_kept(mask: Tensor, c: Tensor | float) -> Tensor | float:
-    """A per-step coefficient with 0 on the rows that do not read it; one number for all rows as it is."""
-    return torch.where(mask, c, 0) if isinstance(c, Tensor) and c.dim() > 0 else c
+    """A coefficient with 0 on the rows that do not read it; a number that is finite does no harm there."""
+    return torch.where(mask, c, 0) if isinstance(c, Tensor) or not math.isfinite(c) else c
 
 
 def discount(x: Any, at: Rows) -> Tensor | float:
-    """gamma, a per-step one with 0 on terminated rows."""
+    """gamma where a next value counts."""
     return where_kept(~at.terminated, x.gamma)
 
 
 def decay(x: Any, kept: Tensor, like: Tensor) -> Tensor:
-    """gamma * lambda on the rows kept, 0 elsewhere."""
-    weight = where_kept(kept, x.gamma) * where_kept(kept, x.lambda_)
-    return torch.where(kept, weight, torch.zeros((), dtype=like.dtype, device=like.device))
+    """gamma * lambda on the rows kept, 0 elsewhere, each of them rounded before they are multiplied."""
+    gamma = torch.where(kept, x.gamma, torch.zeros((), dtype=like.dtype, device=like.device))
+    return gamma * where_kept(kept, x.lambda_)
 
 
 def next_value(x: Any, at: Rows) -> Tensor:
@@ -127,7 +127,7 @@ def lambda_returns(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...])
     x = keep_valid(x)
     at = rows(x)
     one = torch.ones((), dtype=x.rewards.dtype, device=x.rewards.device)
-    bootstrapped = torch.where(at.cut, one, 1 - x.lambda_)
+    bootstrapped = torch.where(at.cut, one, one - x.lambda_)
     a = x.rewards + scale(discount(x, at) * bootstrapped, next_value(x, at))
     return Scan(a, decay(x, ~at.cut, a), lambda y: (y,))
 
@@ -157,7 +157,7 @@ def retrace(x: Any, scalars: tuple[float, ...], options: tuple[Any, ...]) -> Sca
     if pi_next is None:
         pi_next = torch.where(cut, pi, _next(pi))
     g = discount(x, at)
-    g = g.unsqueeze(-1) if isinstance(g, Tensor) and g.dim() > 0 else g
+    g = g.unsqueeze(-1) if isinstance(g, Tensor) else g
     pi_next = readable(torch.where(terminated, 0, pi_next), g)
     q_next = readable(torch.where(terminated, 0, x.next_q_values_all), g)
     products = scale(pi_next, q_next)

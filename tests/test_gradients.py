@@ -1,5 +1,7 @@
 """Gradients of every function to every floating input."""
 
+import functools
+
 import pytest
 import torch
 from cases import ALL_CHOICES, FULL, MAIN, call, choice_id, oracle, problem, thorough
@@ -154,6 +156,43 @@ def test_transforms_of_the_scan(path, device, reverse, with_init):
     for number in range(len(inputs)):
         by_rows = torch.func.jacrev(function, argnums=number)(*inputs)
         torch.testing.assert_close(torch.func.jacfwd(function, argnums=number)(*inputs), by_rows)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "given", "key", "value"),
+    [
+        *[(name, given, "gamma", 0.0) for name, given in FULL[:-2]],
+        *[(name, given, "lambda_", 1.0) for name, given in FULL if name == "compute_lambda_returns"],
+        *[
+            (name, given, "next_action_probs_target", 0.0)
+            for name, given in FULL
+            if name == "compute_retrace"
+        ],
+        *[(name, given, "b", 0.0) for name, given in FULL if name == "affine_scan"],
+    ],
+)
+def test_derivatives_through_a_zero_coefficient(path, device, name, given, key, value):
+    """At an exact zero a product reads nothing, and changes with the coefficient all the same."""
+    kwargs = problem(name, (2,), 5, given, dtype=torch.float64, device=device)
+    whole = torch.ones_like(kwargs[key]) if isinstance(kwargs.get(key), torch.Tensor) else 1.0
+
+    def of(number):
+        return torch.stack(call(getattr(rl_triton, name), kwargs | {key: number * whole}))
+
+    at, step = torch.tensor(value, dtype=torch.float64, device=device), 1e-6
+    expected = (of(at + step) - of(at - step)) / (2 * step)
+    assert expected.any()
+    asking = at.clone().requires_grad_()
+    (total,) = torch.autograd.grad(of(asking).sum(), asking)
+    batch = torch.stack([at, at]).requires_grad_()
+    (per_environment,) = torch.autograd.grad(torch.func.vmap(of)(batch).sum(), batch)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-6, atol=1e-6)
+    close(total, expected.sum())
+    close(per_environment, expected.sum().expand(2))
+    for derivative in (torch.func.jacfwd(of), torch.func.jacrev(of)):
+        close(derivative(at), expected)
+        close(torch.func.vmap(derivative)(batch.detach())[1], expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

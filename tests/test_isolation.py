@@ -1,8 +1,22 @@
 """What must not be read changes no bit; what is read stays visible, in its own episode alone."""
 
+import inspect
+
 import pytest
 import torch
-from cases import ALL_CHOICES, FLAGS, FULL, MAIN, assert_close, call, choice_id, oracle, thorough
+from cases import (
+    ALL_CHOICES,
+    BACKWARD,
+    FLAGS,
+    FULL,
+    MAIN,
+    assert_close,
+    call,
+    choice_id,
+    oracle,
+    problem,
+    thorough,
+)  # fmt: skip
 from poison import fill, floating, garble_flags, poisonable, probes, shown, unread
 
 import rl_triton
@@ -89,6 +103,24 @@ def test_a_nan_stays_in_its_episode(path, device, name, given):
     where = shown(call(getattr(rl_triton, name), probes(kwargs, [ALWAYS_READ[name]], torch.nan)))
     assert not (where & (episode != episode.view(-1, 1, 1))).any()
     assert torch.equal(where.flatten(1).diagonal(), kwargs["valid"].flatten())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("key", ["gamma", "lambda_"])
+@pytest.mark.parametrize(("name", "given"), FULL[:-2], ids=choice_id)
+def test_one_number_for_all_rows_is_not_read_by_those_that_need_none(path, device, name, given, key, value):
+    kwargs = problem(name, (2,), 5, given, device=device)
+    function = getattr(rl_triton, name)
+    ended = {"valid": torch.zeros_like}
+    if name in BACKWARD:
+        ended["terminateds"] = torch.ones_like
+    for flag, like in ended.items():
+        given = kwargs | {flag: like(kwargs[flag])}
+        if key not in inspect.signature(function).parameters:
+            continue
+        expected = call(function, given | {key: 0.5})
+        for number in (value, torch.tensor(value), torch.tensor(value, device=device, requires_grad=True)):
+            torch.testing.assert_close(call(function, given | {key: number}), expected)
 
 
 def test_a_nan_flag_is_true(path, device):
