@@ -149,8 +149,9 @@ class TestGate:
         with pytest.raises(workloads.WrongNumbers):
             workloads.compare((repeated,), (torch.zeros(4, 20, dtype=torch.float64),))
 
-    def test_backward_is_compared_with_float64_gradients(self):
-        workload = workloads.prepare(small("gae", variant="backward"), CPU)
+    @pytest.mark.parametrize("variant", grid.BACKWARD)
+    def test_backward_is_compared_with_float64_gradients(self, variant):
+        workload = workloads.prepare(small("gae", variant=variant), CPU)
         gradients = workload.call(**workload.inputs)
         workload.check(gradients, None)
         gradients[0][0, 0] += 1

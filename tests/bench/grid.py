@@ -14,6 +14,8 @@ ALGORITHMS = (
     "eligibility_traces",
     "episodic_prefix_sum",
 )
+# Forward and backward, as a loop calls it and under torch.compile.
+BACKWARD = ("backward", "compiled backward")
 # The TorchRL modules run as one more entry beside the algorithms.
 TORCHRL = "torchrl"
 NAMES = (*ALGORITHMS, TORCHRL)
@@ -92,7 +94,8 @@ def _algorithm(name: str) -> Iterator[Case]:
     if name == "retrace":
         yield from rows("actions", MANY_ACTIONS, actions=18)
     if name == "gae":
-        yield from rows("gradients", (HEADLINE, (16384, 512)), variant="backward")
+        for variant in BACKWARD:
+            yield from rows("gradients", (HEADLINE, (16384, 512)), variant=variant)
     for layout in (TIME_MAJOR, TRAILING):
         yield from rows("layouts", LAYOUTS, layout=layout)
     if name in ("gae", "vtrace"):

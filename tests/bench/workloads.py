@@ -15,7 +15,7 @@ import rl_triton
 from rl_triton import reference
 
 from . import baselines
-from .grid import BATCH_MAJOR, TIME_MAJOR, TORCHRL, TRAILING, Case
+from .grid import BACKWARD, BATCH_MAJOR, TIME_MAJOR, TORCHRL, TRAILING, Case
 
 # The rows that the float64 loop walks; an input with more environments repeats them.
 CHECKED_ROWS = 2**17
@@ -143,7 +143,7 @@ def prepare(case: Case, device: torch.device) -> Workload:
         compare(tuple(from_layout(y, case) for y in outputs), expected, tolerance)
 
     call = partial(algorithm.function, **options, time_dim=time_dim)
-    if case.variant == "backward":
+    if case.variant in BACKWARD:
         return _backward(case, inputs, options)
     others = baselines.of(case, inputs, options, compiles=device.type == "cuda")
     return Workload(inputs, call, check, least_bytes(inputs, len(expected)), others)
@@ -316,6 +316,9 @@ def _sectors(needed: Tensor, element_size: int) -> int:
 def _backward(case: Case, inputs: Inputs, options: dict[str, Any]) -> Workload:
     """Forward and backward of GAE, the gradients of every floating input against float64 autograd."""
     leaves = [name for name, x in inputs.items() if x.is_floating_point()]
+    function = rl_triton.compute_gae
+    if case.variant.startswith("compiled") and inputs["rewards"].is_cuda:
+        function = torch.compile(function, fullgraph=True, dynamic=False)
     weights = [torch.randn_like(inputs["rewards"]) for _ in range(2)]
 
     def gradients(function: Callable[..., Any], inputs: Inputs) -> Outputs:
@@ -331,7 +334,7 @@ def _backward(case: Case, inputs: Inputs, options: dict[str, Any]) -> Workload:
         compare(as_rows[0], as_rows[1], baselines.TOLERANCE)
 
     def call(**inputs: Tensor) -> Outputs:
-        return gradients(rl_triton.compute_gae, inputs)
+        return gradients(function, inputs)
 
     return Workload(inputs, call, check)
 
