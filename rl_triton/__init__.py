@@ -13,7 +13,7 @@ from .functional import (
 )
 from .warmup import warmup
 
-__version__ = "0.1.1"
+__version__ = "0.1.2"
 
 __all__ = [
     "affine_scan",

@@ -20,8 +20,8 @@ class Tile(NamedTuple):
 def only(tile: Tile, table: Callable[..., Any]) -> Callable[..., Any]:
     """The tuning table with one tile for every shape."""
 
-    def tune(B: int, T: int, F: int, actions: int) -> Any:
-        known = table(B, T, F, actions)
+    def tune(B: int, T: int, F: int, width: int, actions: int) -> Any:
+        known = table(B, T, F, width, actions)
         groups = B * -(-F // tile.block_n) if known.axes == "features" else -(-B * F // tile.block_n)
         block = tile.block_t * tile.steps
         length = T if tile.length is None else -(-tile.length // block) * block

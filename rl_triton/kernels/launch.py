@@ -72,53 +72,43 @@ def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def tune(B: int, T: int, F: int, actions: int) -> Geometry:
-    """The tuning table, from sweeps on an H200 (tests/sweep_tiles.py); NOTES.md has the ratios to a copy."""
+# Up to here a call is one launch, however few its rows.
+_ONE_LAUNCH = 4096
+# Fewer programs than this leave multiprocessors idle.
+_PROGRAMS = 264
+
+
+def tune(B: int, T: int, F: int, width: int, actions: int) -> Geometry:
+    """The tuning table, from sweeps on an H200 (tests/sweep_tiles.py); NOTES.md has the ratios to a copy.
+
+    `width` counts the bytes of a row in all inputs with a time axis but those per action.
+    """
     rows = B * F
     axes = "features" if F >= 16 or (F > 1 and B == 1) else "time" if F == 1 else "mixed"
-    # Small rollouts end before the instructions that eight rows to a segment save would count.
-    small = T <= 128 and rows * T <= 2**21
-    narrow = axes == "features" and rows < 2048 and T <= _ONE_LAUNCH
-    short = actions or small or (axes == "features" and not narrow)
-    steps = min(4 if short else 8, power_of_2(T))
-    segments = power_of_2(-(-T // steps))
-    # Blocks that are on their way while one is scanned.
-    stages, block_a = 3, 1
     if axes == "features":
-        if actions:
-            block_n, block_t = (32, 4) if rows >= 16384 else (8, 16) if rows >= 2048 else (4, 128)
-        elif T <= 8:
-            block_n, block_t = 64, 2
-        elif rows >= 8192:
-            block_n, block_t = 32, 4
-        elif not narrow:
-            block_n, block_t = 16, 8
-        else:
-            block_n, block_t = 4, 32
-        block_n, block_t = min(block_n, power_of_2(F)), min(block_t, segments)
+        steps, threads, block_n, stages = _columns(rows, T, width, actions)
+    elif actions:
+        steps, threads, block_t, stages = _rows_of_actions(rows, T, actions)
+    else:
+        steps, threads, block_t, stages = _rows(rows, T)
+    steps = min(steps, power_of_2(T))
+    segments = power_of_2(-(-T // steps))
+    if axes == "features":
+        block_t = min(threads // block_n, segments)
+        block_n = min(block_n, power_of_2(F))
         groups = B * -(-F // block_n)
     else:
-        if actions:
-            threads, block_t = (32, 32) if actions <= 8 else (32, 16) if T <= 128 else (64, 32)
-        elif steps < 8:
-            threads, block_t = 64, 16
-        else:
-            # Two blocks, so that one is on its way, and no more segments than a warp has lanes.
-            block_t = segments if segments <= 4 else min(32, segments // 2)
-            threads = 32 if block_t == 32 else 64
         block_t = min(block_t, segments)
         # Spread few rows over all multiprocessors rather than fill one.
         block_n = min(threads // block_t, power_of_2(max(1, rows // 256)))
         groups = -(-rows // block_n)
-    if actions:
-        # Many actions are reduced eight at a time, without a second tile of them in flight.
-        block_a = min(4 if actions <= 8 else 8, power_of_2(actions))
-        stages = 1 if actions > 8 or axes == "features" else 2 if rows >= 2048 else 3
+    block_a = min(4, power_of_2(actions)) if actions else 1
     block = block_t * steps
     length = T
-    if T > _ONE_LAUNCH and groups < 264:
+    if T > _ONE_LAUNCH and groups < _PROGRAMS:
         least = 256 if axes == "features" else 1024
         length = -(-max(least, -(-T // 1024)) // block) * block
+    # Blocks that are on their way while one is scanned.
     stages = min(stages, -(-length // block))
     num_warps = max(1, min(16, block_n * block_t // 32))
     return Geometry(
@@ -126,8 +116,40 @@ def tune(B: int, T: int, F: int, actions: int) -> Geometry:
     )
 
 
-# Up to here a call is one launch, however few its rows.
-_ONE_LAUNCH = 4096
+def _rows(rows: int, T: int) -> tuple[int, int, int, int]:
+    """Time innermost: the steps of a segment, threads, segments of a block, stages."""
+    if T <= 128 and rows * T <= 2**21:
+        # Small rollouts end before the instructions that eight rows to a segment save would count.
+        return 4, 64, 16, 3
+    # Two blocks, so that one is on its way, and no more segments than a warp has lanes.
+    block_t = max(4, min(32, power_of_2(T) // 16))
+    return 8, 32 if block_t == 32 else 64, block_t, 3
+
+
+def _rows_of_actions(rows: int, T: int, actions: int) -> tuple[int, int, int, int]:
+    """The same for Retrace: short segments take fewer registers, and more rows to hide their latency."""
+    if actions <= 4:
+        stages = 2 if rows >= 2048 else 3
+        return 2 if rows >= 4096 and rows * T >= 2**19 else 4, 32, 32, stages
+    if actions <= 8:
+        return 4, 32, 32, 1
+    split = T > _ONE_LAUNCH and rows < _PROGRAMS
+    return 2 if split or (rows >= 2048 and rows * T >= 2**19) else 4, 32, 32, 1
+
+
+def _columns(rows: int, T: int, width: int, actions: int) -> tuple[int, int, int, int]:
+    """Features innermost: the steps of a segment, threads, columns of a block, stages."""
+    if actions:
+        block_n = 32 if rows >= 16384 else 8 if rows >= 2048 else 4
+        return 4, 512 if rows < 2048 and actions <= 8 else 128, block_n, 1
+    if T <= 128:
+        return 4, 128, 64 if T <= 8 else 4 if rows < 2048 else 16 if rows < 8192 else 32, 3
+    # Few columns make few programs; where rows are narrow, shared memory has room for long segments.
+    one_launch = T <= _ONE_LAUNCH
+    if rows < 2048 and one_launch:
+        return 8, 128, 4 if rows < 1024 else 8, 3
+    steps = 8 if width <= 10 or (rows < 4096 and one_launch) else 4
+    return steps, 128, 16 if rows < 16384 else 32, 3
 
 
 class Plan:
@@ -145,7 +167,7 @@ class Plan:
         # Axes that merge into no single stride are copied, the rest is read where it lies.
         self.copies: dict[int, tuple[int, ...]] = {}
         strides: list[Any] = [None] * len(x)
-        actions = 0
+        width = actions = 0
         for i, (name, value) in enumerate(zip(fields, x)):
             if not isinstance(value, Tensor):
                 continue
@@ -155,6 +177,8 @@ class Plan:
             if strides[i] is None:
                 self.copies[i] = _expanded(name, value, layout)
                 strides[i] = _strides(name, torch.empty(self.copies[i], device="meta"), layout)
+            if name not in PER_ACTION and strides[i][1] is not None:
+                width += value.element_size()
         init = next((i for i, name in enumerate(fields) if name in ("seed_values", "init")), None)
         init_stride = None
         if init is not None:
@@ -163,7 +187,7 @@ class Plan:
 
         spec = SPECS[algorithm.name]
         B, T, F = _merged(layout)
-        g = tune(B, T, F, actions)
+        g = tune(B, T, F, width, actions)
         self.grid = (g.groups * g.chunks, 1, 1)
         self.num_warps = g.num_warps
         partials = 2 * B * F * g.chunks if g.chunks > 1 else 0
