@@ -110,7 +110,7 @@ def parse(
         settings = {"env_id": env_id, **presets.get(env_id, {})}
     known = {field.name for field in dataclasses.fields(config)}
     if unknown := sorted(settings.keys() - known):
-        fail(f"--resume {chosen.resume} was written by another trainer: it has the settings {unknown}")
+        fail(f"--resume {chosen.resume} is for the trainer that wrote it: it has the settings {unknown}")
     description = sys.modules["__main__"].__doc__
     parsed = tyro.cli(config, default=config(**settings), args=args, description=description)
     # All before anything is started that would have to be ended again.
@@ -118,6 +118,8 @@ def parse(
         least = 0 if key in MAY_BE_ZERO else 1
         if type(value) is int and value < least:
             fail(f"--{key.replace('_', '-')} must be at least {least}, got {value}")
+        if key in ("gamma", "gae_lambda") and not 0 <= value <= 1:
+            fail(f"--{key.replace('_', '-')} must be from 0 to 1, got {value}")
     for flag, package in (("wandb", "wandb"), ("video", "moviepy")):
         if getattr(parsed, flag) and find_spec(package) is None:
             fail(f"--{flag} needs the package {package}: pip install {package}")
@@ -754,9 +756,7 @@ def run(trainer: Trainer, config: RunConfig, interrupt: Interrupt) -> None:
                 **{f"ms/{name}": 1000 * value for name, value in latest.items()},
             }
             lag = f"lag {numbers['lag']:.1f}, " if "lag" in numbers else ""
-            log.row(
-                row, f"return (last 100) {row['return_100']:.1f}, {sps:.0f} steps/s, {lag}{stages.shares()}"
-            )
+            log.row(row, f"mean return {row['mean_return']:.1f}, {sps:.0f} steps/s, {lag}{stages.shares()}")
             if config.checkpoint_every and iteration % config.checkpoint_every == 0:
                 save()
 

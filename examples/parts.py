@@ -48,7 +48,8 @@ def make_vector_env(
         kwargs = {"autoreset_mode": mode}
         return gym.make_vec(env_id, num_envs, vectorization_mode="sync", vector_kwargs=kwargs)
     except (gym.error.Error, ImportError) as error:
-        fail(f"--env-id {env_id}: {error}")
+        hint = ": pip install ale-py" if isinstance(error, ImportError) and error.name == "ale_py" else ""
+        fail(f"--env-id {env_id}: {error}{hint}")
 
 
 class Envs:

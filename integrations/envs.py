@@ -17,9 +17,15 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import torch
+
+try:
+    import gymnasium as gym
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{__name__} needs {error.name}: install rl-triton with its extra [examples]", name=error.name
+    ) from error
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor

@@ -143,6 +143,8 @@ def _size(value: Tensor) -> str:
 def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {value.layout}")
 
 
 def _check_dtype(name: str, value: Tensor, floating: list[torch.dtype]) -> None:

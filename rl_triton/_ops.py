@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import kernels
 from ._algorithms import AFFINE, ALGORITHMS, Algorithm
 from ._layout import COEFFICIENTS, Layout, resolve, time_first
-from .scan import doubling_scan, join, time_innermost, transformed
+from .scan import doubling_scan, hidden, join, selecting_scan, time_innermost, transformed, wrapped
 
 Outputs = tuple[Tensor, ...]
 
@@ -45,10 +46,10 @@ def run(
     `x` holds the values of `algorithm.inputs`, `scalars` numbers that may change from call to call,
     `options` what is part of the plan. `within` an operator, tensors are as plain as they look.
     """
+    if not within and wrapped():
+        return Formulas(algorithm, x, time_dim, options)(x, scalars)
     if torch.compiler.is_compiling():
         return _traced(algorithm, x, time_dim, scalars, options)
-    if not within and transformed():
-        return Formulas(algorithm, x, time_dim, options)(x, scalars)
     # The default dtype is the output's where no input floats.
     kind = (algorithm.name, time_dim, options, torch.get_default_dtype())
     latest = _latest.get(kind)
@@ -98,7 +99,7 @@ def _guarded(x: tuple[Any, ...], plan: Any) -> tuple[Any, ...] | None:
 
 def _plan(algorithm: Algorithm, x: tuple[Any, ...], time_dim: int, options: tuple[Any, ...]) -> Any:
     """One kernel launch where Triton serves and no gradient is asked for, else formulas around a scan."""
-    if not _needs_grad(x) and kernel_serves(getattr(x[0], "device", None)):
+    if not _needs_grad(x) and isinstance(x[0], Tensor) and kernel_serves(x[0].device):
         layout = resolve(algorithm.inputs._make(x), time_dim)
         if 0 not in layout.shape:
             return kernels.Plan(algorithm, x, layout, options)
@@ -212,7 +213,7 @@ def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     g = _differentiable_scan(grad, b_shifted, None, not reverse)
     db = g * _read(b, init, y, reverse) if ctx.needs_input_grad[1] else None
     first = -1 if reverse else 0
-    dinit = None if init is None else torch.where(b[first] == 0, 0, g[first] * b[first])
+    dinit = None if init is None else b[first] * hidden(b[first], g[first])
     return g, db, dinit, None
 
 
@@ -220,7 +221,7 @@ def _read(b: Tensor, init: Tensor | None, y: Tensor, reverse: bool) -> Tensor:
     """What each coefficient has multiplied: a zero one nothing, if what is there is not finite."""
     edge = torch.zeros_like(y[:1]) if init is None else init.unsqueeze(0)
     neighbour = join(y, [y[1:], edge] if reverse else [edge, y[:-1]])
-    return torch.where((b == 0) & ~torch.isfinite(neighbour), 0, neighbour)
+    return hidden(b, neighbour)
 
 
 def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: Any, reverse: bool) -> Any:
@@ -238,37 +239,22 @@ def _scan_vmap(info: Any, in_dims: tuple[Any, ...], a: Tensor, b: Tensor, init: 
 
 
 class _TransformedScan(torch.autograd.Function):
-    """The scan under `torch.func` and forward-mode AD, which do not look into operators."""
+    """The scan under `torch.func`, which does not look into operators."""
+
+    setup_context = staticmethod(_scan_setup)
+    backward = staticmethod(_scan_backward)
+    vmap = staticmethod(_scan_vmap)
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
         return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _scan_setup(ctx, inputs, output)
-        ctx.save_for_forward(inputs[1], inputs[2], output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scan_backward(ctx, grad)
-
-    @staticmethod
-    def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, dinit: Tensor | None, _: None) -> Tensor:
-        b, init, y = ctx.saved_tensors
-        moved = torch.zeros_like(y) if da is None else da
-        if db is not None:
-            moved = moved + db * _read(b, init, y, ctx.reverse)
-        return _differentiable_scan(moved, b, dinit, ctx.reverse)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *x: Any) -> Any:
-        return _scan_vmap(info, in_dims, *x)
-
 
 def _differentiable_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    if not torch.compiler.is_compiling() and transformed():
-        return _TransformedScan.apply(a, b, init, reverse)
+    if wrapped():
+        # A compiler does not look into a rule of ours, and one for forward mode would not nest.
+        plain = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+        return (selecting_scan if plain else _TransformedScan.apply)(a, b, init, reverse)
     return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
 
 

@@ -20,11 +20,15 @@ _innermost_transform = getattr(torch._C, "_functorch").peek_interpreter_stack  #
 _SMALL = 1 << 14
 
 
+@torch.compiler.assume_constant_result
+def wrapped() -> bool:
+    """Whether tensors may be wrapped by `torch.func` or be duals: nothing about them shows it."""
+    return _innermost_transform() is not None or forward_ad._current_level >= 0
+
+
 def transformed() -> bool:
-    """Whether tensors may be a compiler's, wrapped by `torch.func` or duals: nothing about them shows it."""
-    return (
-        torch.compiler.is_compiling() or _innermost_transform() is not None or forward_ad._current_level >= 0
-    )
+    """The same, or a compiler's."""
+    return torch.compiler.is_compiling() or wrapped()
 
 
 def time_innermost(x: Tensor) -> bool:
@@ -43,22 +47,57 @@ def join(like: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 def doubling_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    """The scan over axis 0 in plain PyTorch, in two operations for each power of 2 in T.
+    """The scan over axis 0 in plain PyTorch, in a few operations for each power of 2 in T.
 
     Without `init` the first row's `b` must be 0.
     """
     if a.device.type == "cpu":
-        y = _scan(a, b, init, reverse, select=False)
+        y = _in_buffers(a, b, init, reverse)
         # Where all is finite no zero has met an infinity or a NaN, and there was nothing to select.
         if math.isfinite(y.sum().item()):
             return y
-    return _scan(a, b, init, reverse, select=True)
+    return selecting_scan(a, b, init, reverse)
 
 
-def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool, select: bool) -> Tensor:
-    """Hillis and Steele: a row composes its map with that of the row `distance` before it in scan order."""
+def selecting_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    """Hillis and Steele: a row composes its map with that of the row `distance` before it in scan order.
+
+    A zero on either side of a product selects, and is differentiated as any other number. Compilers and
+    transforms look into all of it.
+    """
+
+    def behind(x: Tensor, edge: Tensor) -> Tensor:
+        return join(x, [x, edge] if reverse else [edge, x])
+
+    if init is not None:
+        # The state that enters is one more row, which nothing enters.
+        a, b = behind(a, init.unsqueeze(0)), behind(b, torch.zeros_like(b[:1]))
     length = a.shape[0]
-    # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
+    distance = 1
+    while distance < length:
+        before = slice(distance, None) if reverse else slice(length - distance)
+        # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
+        edge = torch.zeros_like(a[:distance])
+        a, b = a + _product(b, behind(a[before], edge)), _product(b, behind(b[before], edge))
+        distance *= 2
+    if init is not None:
+        a = a[:-1] if reverse else a[1:]
+    return a
+
+
+def _product(b: Tensor, y: Tensor) -> Tensor:
+    """`b * y` where a zero `b` reads no infinity or NaN, and a state of 0 stays 0 behind an overflow."""
+    return torch.where((y == 0) & torch.isinf(b), 0, b) * hidden(b, y)
+
+
+def hidden(c: Tensor, x: Tensor) -> Tensor:
+    """`x` as a product with `c` reads it: a zero hides an infinity or a NaN, but no number."""
+    return torch.where((c == 0) & ~torch.isfinite(x), 0, x)
+
+
+def _in_buffers(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
+    """The same without selects, in two operations for each power of 2."""
+    length = a.shape[0]
     margin = 1 << max(0, length - 1).bit_length() >> 1
     first, begin, sign = (-1, 0, 1) if reverse else (0, margin, -1)
     end = begin + length
@@ -72,24 +111,14 @@ def _scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool, select: bool
     a_rows.copy_(a)
     b_rows.copy_(b)
     if init is not None:
-        a_rows[first] = _step(a[first], b[first], init, select)
+        a_rows[first] = torch.addcmul(a[first], b[first], init)
         b_rows[first] = 0
     distance = 1
     while distance < length:
         before = slice(begin + sign * distance, end + sign * distance)
-        _step(a_rows, b_rows, a_all[before], select, out=spare[0][1])
+        torch.addcmul(a_rows, b_rows, a_all[before], out=spare[0][1])
         if 2 * distance < length:
-            _step(None, b_rows, b_all[before], select, out=spare[1][1])
+            torch.mul(b_rows, b_all[before], out=spare[1][1])
         (a_all, a_rows), (b_all, b_rows), *spare = *spare, (a_all, a_rows), (b_all, b_rows)
         distance *= 2
     return a_rows
-
-
-def _step(a: Tensor | None, b: Tensor, y: Tensor, select: bool, out: Tensor | None = None) -> Tensor:
-    """`a + b * y`, with a zero `b` selecting `a` if asked for."""
-    if not select:
-        return torch.mul(b, y, out=out) if a is None else torch.addcmul(a, b, y, out=out)
-    stepped = b * y if a is None else torch.addcmul(a, b, y)
-    # A product of large factors overflows, and a state of 0 is 0 behind it all the same.
-    nothing = (b == 0) | ((y == 0) & ~torch.isnan(b))
-    return torch.where(nothing, torch.zeros_like(b) if a is None else a, stepped, out=out)

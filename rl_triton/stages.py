@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._layout import COEFFICIENTS, EDGES, FLAGS, PER_ACTION
-from .scan import join, transformed
+from .scan import hidden, join, transformed
 
 
 class Scan(NamedTuple):
@@ -64,12 +64,15 @@ def rows(x: Any) -> Rows:
 def readable(x: Any, *coefficients: Tensor | float) -> Any:
     """`x` as a product with these coefficients reads it: where one is 0, an infinity or a NaN is not read."""
     for c in coefficients:
-        if isinstance(x, Tensor) and (isinstance(c, Tensor) or c == 0):
-            hidden = torch.as_tensor(c == 0, device=x.device)
-            if isinstance(c, Tensor) and (c.requires_grad or transformed()):
-                # What is finite stays, for the sake of the coefficient's own derivative.
-                hidden = hidden & ~torch.isfinite(x)
-            x = torch.where(hidden, 0, x)
+        if not isinstance(x, Tensor):
+            return x
+        if isinstance(c, Tensor) and (c.requires_grad or transformed()):
+            # What is finite stays, for the sake of the coefficient's own derivative.
+            x = hidden(c, x)
+        elif isinstance(c, Tensor):
+            x = torch.where(c == 0, 0, x)
+        elif c == 0:
+            x = torch.where(torch.ones_like(x, dtype=torch.bool), 0, x)
     return x
 
 
@@ -80,7 +83,8 @@ def scale(c: Tensor | float, x: Tensor) -> Tensor:
 
 def where_kept(mask: Tensor, c: Tensor | float) -> Tensor | float:
     """A coefficient with 0 on the rows that do not read it; a number that is finite does no harm there."""
-    return torch.where(mask, c, 0) if isinstance(c, Tensor) or not math.isfinite(c) else c
+    # `math.isfinite` takes no number of a compiler's.
+    return torch.where(mask, c, 0) if isinstance(c, Tensor) or c - c != 0 else c
 
 
 def discount(x: Any, at: Rows) -> Tensor | float:
@@ -221,7 +225,7 @@ def _weighted_error(x: Any, at: Rows, rho: Tensor, v_next: Tensor, baseline: Ten
     """`rho * (r + gamma v' - v)`."""
     g = readable(discount(x, at), rho)
     error = readable(x.rewards, rho) + g * readable(v_next, rho, g) - readable(baseline, rho)
-    return rho * error
+    return scale(rho, error)
 
 
 def _clipped_exp(log_ratio: Tensor, bound: float) -> Tensor:

@@ -30,7 +30,7 @@ class ForbidSync(TorchDispatchMode):
     def __enter__(self):
         # On the CPU alone the scan looks at its result and at coefficients, which costs nothing there.
         self.looks = (
-            mock.patch("rl_triton._ops.doubling_scan", partial(scan._scan, select=True)),
+            mock.patch("rl_triton._ops.doubling_scan", scan.selecting_scan),
             mock.patch("rl_triton._ops._number", lambda coefficient, _: coefficient),
         )
         for look in self.looks:

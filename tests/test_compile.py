@@ -57,8 +57,9 @@ def test_no_recompile_as_sizes_change(device, name, given, time_dim):
     assert len(set(counts)) == 1
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @every_function
-def test_gradients_through_a_compiled_call(device, name, given):
+def test_gradients_through_a_compiled_call(device, name, given, dynamic):
     kwargs = problem(name, given=given, device=device)
     keys = floating(kwargs)
 
@@ -67,7 +68,22 @@ def test_gradients_through_a_compiled_call(device, name, given):
         loss = torch.stack([y.square().sum() for y in function(kwargs | inputs)]).sum()
         return torch.autograd.grad(loss, list(inputs.values()))
 
-    same(gradients(compiled(name)), gradients(lambda kwargs: call(getattr(rl_triton, name), kwargs)))
+    same(
+        gradients(compiled(name, dynamic=dynamic)),
+        gradients(lambda kwargs: call(getattr(rl_triton, name), kwargs)),
+    )
+
+
+@pytest.mark.parametrize("key", ["gamma", "lambda_"])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", ["compute_lambda_returns", "compute_vtrace", "compute_eligibility_traces"])
+def test_numbers_that_change(device, name, graph, key):
+    kwargs = problem(name, device=device)
+    for x in (kwargs[k] for k in floating(kwargs)):
+        x.requires_grad_(graph)
+    function = compiled(name)
+    for number in (0.9, 0.95, 0.99, 0.0, 1.0):
+        same(function(kwargs | {key: number}), call(getattr(rl_triton, name), kwargs | {key: number}))
 
 
 def test_a_tensor_gamma_is_no_reason_to_recompile(path, device):
@@ -118,3 +134,38 @@ def test_vmap_over_a_leading_axis(path, device, name, given):
     function = getattr(rl_triton, name)
     mapped = torch.func.vmap(lambda tensors: call(function, tensors | others))(tensors)
     same(mapped, call(function, stacked))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("transform", "compiler"),
+    [("grad", "outside"), ("jvp", "outside"), ("vmap of grad", "outside"), ("vmap of grad", "inside")],
+)
+@every_function
+def test_transforms_and_the_compiler(device, name, given, transform, compiler):
+    """A wrapped tensor does not say that it is one, least of all to a compiler."""
+    kwargs = problem(name, (2,), 5, given, dtype=torch.float64, device=device)
+    keys = floating(kwargs)
+    values = tuple(kwargs[key] for key in keys)
+    function = getattr(rl_triton, name)
+
+    def outputs(*values):
+        return as_tuple(function(**kwargs | dict(zip(keys, values, strict=True))))
+
+    def loss(*values):
+        return torch.stack([y.square().sum() for y in outputs(*values)]).sum()
+
+    def transformed(outputs, loss):
+        gradients = torch.func.grad(loss, argnums=tuple(range(len(keys))))
+        if transform == "grad":
+            return gradients(*values)
+        if transform == "jvp":
+            return torch.func.jvp(outputs, values, tuple(map(torch.ones_like, values)))[1]
+        return torch.func.vmap(gradients)(*[torch.stack([x, 2 * x]) for x in values])
+
+    expected = transformed(outputs, loss)
+    if compiler == "inside":
+        got = transformed(*[torch.compile(f, backend="aot_eager") for f in (outputs, loss)])
+    else:
+        got = torch.compile(transformed, backend="aot_eager", fullgraph=True)(outputs, loss)
+    same(got, expected)

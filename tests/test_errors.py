@@ -33,8 +33,9 @@ FOUR_ACTIONS = torch.ones(3, 7, 4)
         (torch.ones(4, 5), r"\[4, 5\]"),
         (torch.ones(3, 7, 2, 2), r"\[3, 7, 2, 2\]"),
         (torch.ones(3, 7, dtype=torch.complex64), "complex64"),
+        (torch.ones(3, 7).to_sparse(), "sparse_coo"),
     ],
-    ids=["array", "list", "number", "shape", "rank", "complex"],
+    ids=["array", "list", "number", "shape", "rank", "complex", "sparse"],
 )
 def test_every_tensor_argument_is_named(name, key, wrong, came):
     required, _ = tensor_arguments(name)
@@ -45,7 +46,7 @@ def test_every_tensor_argument_is_named(name, key, wrong, came):
         call(getattr(rl_triton, name), kwargs)
     message = str(caught.value)
     assert any(argument in message for argument in (*required, key)), message
-    if not isinstance(wrong, torch.Tensor) or wrong.is_complex():
+    if not isinstance(wrong, torch.Tensor) or wrong.is_complex() or wrong.is_sparse:
         assert key in message and came in message, message
 
 

@@ -158,8 +158,7 @@ def test_transforms_of_the_scan(path, device, reverse, with_init):
         torch.testing.assert_close(torch.func.jacfwd(function, argnums=number)(*inputs), by_rows)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
+AT_ZERO = pytest.mark.parametrize(
     ("name", "given", "key", "value"),
     [
         *[(name, given, "gamma", 0.0) for name, given in FULL[:-2]],
@@ -172,6 +171,10 @@ def test_transforms_of_the_scan(path, device, reverse, with_init):
         *[(name, given, "b", 0.0) for name, given in FULL if name == "affine_scan"],
     ],
 )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@AT_ZERO
 def test_derivatives_through_a_zero_coefficient(path, device, name, given, key, value):
     """At an exact zero a product reads nothing, and changes with the coefficient all the same."""
     kwargs = problem(name, (2,), 5, given, dtype=torch.float64, device=device)
@@ -193,6 +196,54 @@ def test_derivatives_through_a_zero_coefficient(path, device, name, given, key, 
     for derivative in (torch.func.jacfwd(of), torch.func.jacrev(of)):
         close(derivative(at), expected)
         close(torch.func.vmap(derivative)(batch.detach())[1], expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@AT_ZERO
+def test_second_derivatives_at_a_zero_coefficient(path, device, name, given, key, value):
+    """Of the coefficient, and mixed with a factor of every other input; each mode over each."""
+    kwargs = problem(name, (2,), 5, given, dtype=torch.float64, device=device)
+    whole = torch.ones_like(kwargs[key]) if isinstance(kwargs.get(key), torch.Tensor) else 1.0
+    others = [k for k in floating(kwargs) if k != key]
+
+    def of(numbers):
+        scaled = {k: kwargs[k] * factor for k, factor in zip(others, numbers[1:], strict=True)}
+        outputs = call(getattr(rl_triton, name), kwargs | scaled | {key: numbers[0] * whole})
+        return torch.stack(outputs).square().sum()
+
+    at = torch.ones(1 + len(others), dtype=torch.float64, device=device)
+    at[0] = value
+    forward, backward, step = torch.func.jacfwd, torch.func.jacrev, 1e-6
+    first = backward(of)
+    steps = step * torch.eye(len(at), dtype=torch.float64, device=device)
+    expected = torch.stack([(first(at + dx) - first(at - dx)) / (2 * step) for dx in steps])
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    for outer in (forward, backward):
+        for inner in (forward, backward):
+            close(outer(inner(of))(at), expected)
+    close(torch.autograd.functional.hessian(of, at), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("time_dim", [-1, 0])
+@pytest.mark.parametrize("mode", ["forward-mode", "reverse-mode"])
+def test_jacobians_of_many_tangents_at_once(path, device, mode, time_dim):
+    kwargs = problem("compute_gae", (2,), 4, time_dim=time_dim, dtype=torch.float64, device=device)
+
+    def of(rewards):
+        return call(rl_triton.compute_gae, kwargs | {"rewards": rewards})[0]
+
+    jacobian = torch.autograd.functional.jacobian(of, kwargs["rewards"], vectorize=True, strategy=mode)
+    torch.testing.assert_close(jacobian, torch.func.jacrev(of)(kwargs["rewards"]))
+
+
+def test_a_zero_ratio_hides_an_error_that_overflows(path, device):
+    large, steps = torch.tensor([[3e38, 1.0]], device=device), torch.zeros(1, 2, device=device)
+    never = torch.tensor([[-torch.inf, -0.1]], device=device)
+    for log_pi in (never, never.clone().requires_grad_()):
+        targets, advantages = rl_triton.compute_vtrace(log_pi, steps, -large, large, steps)
+        assert targets[0, 0] == -large[0, 0]
+        assert advantages[0, 0] == 0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -273,7 +273,7 @@ def test_checkpoint_of_the_other_trainer_is_refused(tmp_path, monkeypatch):
     config = common.dataclasses.asdict(ppo.Config())
     common.save_checkpoint(tmp_path / "checkpoint.pt", {"config": config, "steps": 0})
     monkeypatch.setattr(sys, "argv", ["impala.py", "--resume", str(tmp_path)])
-    with pytest.raises(SystemExit, match="was written by another trainer"):
+    with pytest.raises(SystemExit, match="is for the trainer that wrote it"):
         runpy.run_path(str(EXAMPLES / "impala.py"), run_name="__main__")
 
 

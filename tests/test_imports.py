@@ -36,6 +36,17 @@ def test_an_import_of_an_optional_package_would_be_noticed(package):
     assert result.returncode != 0 and package in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "package", "extra"), [("torchrl", "torchrl", "torchrl"), ("envs", "gymnasium", "examples")]
+)
+def test_a_missing_package_is_named_with_its_extra(module, package, extra):
+    result = run(f"import sys; sys.modules[{package!r}] = None; import rl_triton.integrations.{module}")
+    assert result.returncode != 0
+    assert f"rl_triton.integrations.{module} needs {package}: install rl-triton with its extra [{extra}]" in (
+        result.stderr
+    )
+
+
 WITHOUT_TRITON = """
 import importlib.abc, sys
 

@@ -195,6 +195,7 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
         ("--device cuda:x", "--device"),
         ("--minibatches 7", "--minibatches 7 must divide"),
         ("--num-envs 0", "--num-envs must be at least 1, got 0"),
+        ("--gamma 2", "--gamma must be from 0 to 1, got 2"),
         ("--checkpoint-every -1", "--checkpoint-every must be at least 0, got -1"),
         ("--cudagraphs", "--cudagraphs needs"),
         ("--resume /nowhere", "--resume /nowhere: No such file"),

@@ -5,7 +5,13 @@
 Importing changes nothing in TorchRL; `register` and `install` do, and can be undone.
 """
 
-from torchrl.objectives.value import TD0Estimator, ValueEstimatorBase
+try:
+    from torchrl.objectives.value import TD0Estimator, ValueEstimatorBase
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{__name__} needs {str(error.name).partition('.')[0]}: install rl-triton with its extra [torchrl]",
+        name=error.name,
+    ) from error
 
 from . import functional
 from .advantages import GAE, MultiAgentGAE
