@@ -495,8 +495,9 @@ class Log:
         # Last: `is_summarised` takes it for a sign that the rest is there.
         replace_file(self.dir / "summary.json", json.dumps(summary, indent=2).encode())
         stages = summary["stages"]
-        print(stage_table({summary["estimator"]: stages}))
-        print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
+        if stages["total"]["ms"]:
+            print(stage_table({summary["estimator"]: stages}))
+            print(f"The stages add up to {stages['sum']['percent']:.1f} % of the wall clock.")
         mean, stop_at = summary["mean_return"], self.settings["stop_at"]
         outcome = [
             f"{summary['steps']} steps in {summary['seconds']:.0f} s",

@@ -242,12 +242,18 @@ class _TransformedScan(torch.autograd.Function):
     """The scan under `torch.func`, which does not look into operators."""
 
     setup_context = staticmethod(_scan_setup)
-    backward = staticmethod(_scan_backward)
-    vmap = staticmethod(_scan_vmap)
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
         return torch.ops.rl_triton.affine_scan(a, b, init, reverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scan_backward(ctx, grad)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *x: Any) -> Any:
+        return _scan_vmap(info, in_dims, *x)
 
 
 def _differentiable_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:

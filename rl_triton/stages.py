@@ -63,9 +63,9 @@ def rows(x: Any) -> Rows:
 
 def readable(x: Any, *coefficients: Tensor | float) -> Any:
     """`x` as a product with these coefficients reads it: where one is 0, an infinity or a NaN is not read."""
+    if not isinstance(x, Tensor):
+        return x
     for c in coefficients:
-        if not isinstance(x, Tensor):
-            return x
         if isinstance(c, Tensor) and (c.requires_grad or transformed()):
             # What is finite stays, for the sake of the coefficient's own derivative.
             x = hidden(c, x)
