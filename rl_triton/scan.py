@@ -21,9 +21,13 @@ _SMALL = 1 << 14
 
 
 @torch.compiler.assume_constant_result
+def _under_a_transform() -> bool:
+    return _innermost_transform() is not None
+
+
 def wrapped() -> bool:
     """Whether tensors may be wrapped by `torch.func` or be duals: nothing about them shows it."""
-    return _innermost_transform() is not None or forward_ad._current_level >= 0
+    return _under_a_transform() or forward_ad._current_level >= 0
 
 
 def transformed() -> bool:
@@ -69,25 +73,27 @@ def selecting_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> 
     def behind(x: Tensor, edge: Tensor) -> Tensor:
         return join(x, [x, edge] if reverse else [edge, x])
 
-    if init is not None:
-        # The state that enters is one more row, which nothing enters.
-        a, b = behind(a, init.unsqueeze(0)), behind(b, torch.zeros_like(b[:1]))
     length = a.shape[0]
+    if init is not None:
+        # The first row's map takes the state that enters, and nothing after.
+        first, rest = (slice(length - 1, None), slice(length - 1)) if reverse else (slice(1), slice(1, None))
+        entered = torch.addcmul(a[first], *_factors(b[first], init.unsqueeze(0)))
+        a, b = behind(a[rest], entered), behind(b[rest], torch.zeros_like(entered))
     distance = 1
-    while distance < length:
+    # Once for a single row too, lest its `a` be handed back.
+    while distance < max(2, length):
         before = slice(distance, None) if reverse else slice(length - distance)
         # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
         edge = torch.zeros_like(a[:distance])
-        a, b = a + _product(b, behind(a[before], edge)), _product(b, behind(b[before], edge))
+        a_before, b_before = behind(a[before], edge), behind(b[before], edge)
+        a, b = torch.addcmul(a, *_factors(b, a_before)), torch.mul(*_factors(b, b_before))
         distance *= 2
-    if init is not None:
-        a = a[:-1] if reverse else a[1:]
     return a
 
 
-def _product(b: Tensor, y: Tensor) -> Tensor:
-    """`b * y` where a zero `b` reads no infinity or NaN, and a state of 0 stays 0 behind an overflow."""
-    return torch.where((y == 0) & torch.isinf(b), 0, b) * hidden(b, y)
+def _factors(b: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `b * y`: a zero `b` reads no infinity or NaN, and a state of 0 stays 0 behind an overflow."""
+    return torch.where((y == 0) & torch.isinf(b), 0, b), hidden(b, y)
 
 
 def hidden(c: Tensor, x: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ def hidden(c: Tensor, x: Tensor) -> Tensor:
 
 
 def _in_buffers(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
-    """The same without selects, in two operations for each power of 2."""
+    """The same, bit for bit where all is finite, in two operations for each power of 2."""
     length = a.shape[0]
     margin = 1 << max(0, length - 1).bit_length() >> 1
     first, begin, sign = (-1, 0, 1) if reverse else (0, margin, -1)

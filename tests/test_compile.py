@@ -9,6 +9,7 @@ from cases import FULL, as_tuple, call, choice_id, problem
 from poison import floating
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import rl_triton
 
@@ -169,3 +170,19 @@ def test_transforms_and_the_compiler(device, name, given, transform, compiler):
     else:
         got = torch.compile(transformed, backend="aot_eager", fullgraph=True)(outputs, loss)
     same(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_graph_made_for_gradients_is_not_taken_for_tangents(device):
+    kwargs = problem("compute_gae", dtype=torch.float64, device=device)
+    function = compiled("compute_gae", "eager")
+    rewards, tangent = kwargs["rewards"].requires_grad_(), torch.ones_like(kwargs["rewards"])
+    function(kwargs)[0].sum().backward()
+    with forward_ad.dual_level():
+        (dual,) = function(kwargs | {"rewards": forward_ad.make_dual(rewards, tangent)})
+        got = forward_ad.unpack_dual(dual).tangent
+
+    def eager(rewards):
+        return rl_triton.compute_gae(**kwargs | {"rewards": rewards})
+
+    torch.testing.assert_close(got, torch.func.jvp(eager, (rewards,), (tangent,))[1])

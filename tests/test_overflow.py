@@ -40,3 +40,13 @@ def test_no_actions_is_an_error(path, device):
         rl_triton.compute_retrace(
             probs, step, step, probs, step.long(), step, step, next_action_probs_target=probs
         )
+
+
+def test_a_single_row_is_not_handed_back(path, device):
+    rewards = torch.tensor([[torch.inf], [1.0]], device=device)
+    step = torch.zeros_like(rewards)
+    advantages = rl_triton.compute_gae(rewards, step, step)
+    assert torch.equal(advantages, rewards)
+    assert advantages.data_ptr() != rewards.data_ptr()
+    gradient = torch.func.grad(lambda rewards: rl_triton.compute_gae(rewards, step, step).sum())
+    assert torch.equal(gradient(rewards), torch.ones_like(rewards))
