@@ -172,7 +172,7 @@ def test_transforms_and_the_compiler(device, name, given, transform, compiler):
     same(got, expected)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_a_graph_made_for_gradients_is_not_taken_for_tangents(device):
     kwargs = problem("compute_gae", dtype=torch.float64, device=device)
     function = compiled("compute_gae", "eager")
