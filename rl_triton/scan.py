@@ -85,8 +85,9 @@ def selecting_scan(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> 
         before = slice(distance, None) if reverse else slice(length - distance)
         # Beyond the window all maps are 0: what they add to a row that is complete is nothing.
         edge = torch.zeros_like(a[:distance])
-        a_before, b_before = behind(a[before], edge), behind(b[before], edge)
-        a, b = torch.addcmul(a, *_factors(b, a_before)), torch.mul(*_factors(b, b_before))
+        a = torch.addcmul(a, *_factors(b, behind(a[before], edge)))
+        if 2 * distance < length:
+            b = torch.mul(*_factors(b, behind(b[before], edge)))
         distance *= 2
     return a
 
@@ -104,6 +105,7 @@ def hidden(c: Tensor, x: Tensor) -> Tensor:
 def _in_buffers(a: Tensor, b: Tensor, init: Tensor | None, reverse: bool) -> Tensor:
     """The same, bit for bit where all is finite, in two operations for each power of 2."""
     length = a.shape[0]
+    # The maps beyond the window stay 0.
     margin = 1 << max(0, length - 1).bit_length() >> 1
     first, begin, sign = (-1, 0, 1) if reverse else (0, margin, -1)
     end = begin + length
