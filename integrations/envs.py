@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-try:
-    import gymnasium as gym
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{__name__} needs {error.name}: install rl-triton with its extra [examples]", name=error.name
-    ) from error
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 from torch import Tensor
+
+from . import packages_of
+
+with packages_of("examples", __name__):
+    import gymnasium as gym
+    from gymnasium.vector import AutoresetMode, VectorEnv
+    from gymnasium.vector.utils import batch_space
 
 
 class State(NamedTuple):

@@ -5,13 +5,10 @@
 Importing changes nothing in TorchRL; `register` and `install` do, and can be undone.
 """
 
-try:
+from .. import packages_of
+
+with packages_of("torchrl", __name__):
     from torchrl.objectives.value import TD0Estimator, ValueEstimatorBase
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"{__name__} needs {str(error.name).partition('.')[0]}: install rl-triton with its extra [torchrl]",
-        name=error.name,
-    ) from error
 
 from . import functional
 from .advantages import GAE, MultiAgentGAE
